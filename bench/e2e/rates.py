@@ -3,8 +3,9 @@
     python -m bench.e2e.rates --model <folder> --load-format dummy [--rates 1,2,4,8,16,32,64]
 
 The load is 64 requests with 4096 prompt tokens and 512 output tokens. Memory for 30,000 bf16 tokens holds 6 of them
-uncompressed. Requests choose their rate, so one server serves all rates. The baseline is stock bf16. Options and
-figures are those of `bench.e2e.serving`. Random weights show speed, not quality.
+uncompressed. Requests choose their rate, so one server serves all rates. `--kvc-one-shot` gives it the block tables
+that budgets need. The baseline is stock bf16. Options and figures are those of `bench.e2e.serving`. Random weights show
+speed, not quality.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main() -> None:
         ours = name.startswith("kvc")
         if not ours and not arms.is_variant(name, arms.BF16):
             continue
-        name = "kvc" if ours else name
+        if ours:
+            name, options = "kvc", [*options, "--kvc-one-shot", "8x"]
         rates = [r for r in (args.rates if ours else [1]) if f"{name}.rate{r}" not in numbers]
         if rates:
             with Server(options, model=args.model) as server:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..policies import Policy
 
 # Maximum number of blocks that share the memory of one uncompressed block, and the assumed number if the packed size
-# depends on the data. They bound the tables, which cost bytes even for empty heads.
+# depends on the data or on the prompt's budget. They bound the tables, which cost bytes even for empty heads.
 MAX_BLOCK_RATIO, INEXACT_BLOCK_RATIO = 16.0, 8.0
 MIN_BLOCKS = 4  # uncompressed blocks that every pool holds
 # Share of the pages that blocks are never charged for: one wave of compactions draws its destinations from it.
@@ -112,7 +112,8 @@ def size_server(
         extra = {"the rows that a prefill with --kvc-window stages": staged * row_bytes}
         if config.host_memory:
             extra["the buffers of --kvc-host-memory"] = HostLayout.of(layout, block_formats, total).device_bytes
-        sizing = size_pool(total - sum(extra.values()), layout, block_formats)
+        budgets = config.one_shot is not None
+        sizing = size_pool(total - sum(extra.values()), layout, block_formats, has_budgets=budgets)
         return replace(sizing, staged_tokens=staged), extra
 
     minimum = MIN_BLOCKS * layout.block_tokens
@@ -170,10 +171,14 @@ class HostLayout:
         return (SAVE_BUFFERS + LOAD_BUFFERS) * self.buffer_bytes
 
 
-def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...]) -> Sizing:
-    """Split `num_bytes` between pages and per-block metadata (tables, headers, counts)."""
+def size_pool(
+    num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...], has_budgets: bool = False
+) -> Sizing:
+    """Split `num_bytes` between pages and per-block metadata (tables, headers, counts). `has_budgets`: prompts are
+    one-shot by default, so most blocks hold few pages."""
     bf16 = layout.block_pages_bf16
     ratios = [bf16 / max(r.pages, 1) if r.exact else INEXACT_BLOCK_RATIO for r in block_formats[1:]]
+    ratios += [INEXACT_BLOCK_RATIO] if has_budgets else []
     ratio = min(max(ratios, default=1.0), MAX_BLOCK_RATIO)
     pages = int(num_bytes / (layout.page_bytes + RING_ENTRY_BYTES + ratio * layout.block_meta_bytes / bf16))
     blocks = int(pages / bf16 * ratio) + 2
