@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..options.config import KvcConfig
     from ..policies import Policy
 
-# Maximum number of blocks that share the memory of one uncompressed block, and the assumed number if the packed size
-# depends on the data or on the prompt's budget. They bound the tables, which cost bytes even for empty heads.
+# Maximum number of blocks that share the memory of one uncompressed block, and the maximum assumed number if the packed
+# size depends on the data or on the prompt's budget. They bound the tables, which cost bytes even for empty heads.
 MAX_BLOCK_RATIO, INEXACT_BLOCK_RATIO = 16.0, 8.0
 MIN_BLOCKS = 4  # uncompressed blocks that every pool holds
 # Share of the pages that blocks are never charged for: one wave of compactions draws its destinations from it.
@@ -177,7 +177,11 @@ def size_pool(
     """Split `num_bytes` between pages and per-block metadata (tables, headers, counts). `has_budgets`: prompts are
     one-shot by default, so most blocks hold few pages."""
     bf16 = layout.block_pages_bf16
-    ratios = [bf16 / max(r.pages, 1) if r.exact else INEXACT_BLOCK_RATIO for r in block_formats[1:]]
+
+    def ratio_of(fmt: BlockFormat) -> float:
+        return bf16 / max(fmt.pages, 1) if fmt.exact else min(INEXACT_BLOCK_RATIO, bf16 / max(fmt.small_pages, 1))
+
+    ratios = [ratio_of(fmt) for fmt in block_formats[1:]]
     ratios += [INEXACT_BLOCK_RATIO] if has_budgets else []
     ratio = min(max(ratios, default=1.0), MAX_BLOCK_RATIO)
     pages = int(num_bytes / (layout.page_bytes + RING_ENTRY_BYTES + ratio * layout.block_meta_bytes / bf16))

@@ -1,4 +1,4 @@
-"""Sizes of the pool: block ids for one-shot prompts."""
+"""Sizes of the pool: block ids where the budget of a prompt or the data decide the size of a block."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ def test_block_ids_of_one_shot_prompts_take_4_percent_of_the_memory():
     for ratio in (8, 64):
         with_ids, *_ = sized(Budget(ratio=ratio))
         assert 0.95 < with_ids.capacity_tokens / plain.capacity_tokens < 0.97
+
+
+@pytest.mark.parametrize(("alpha_low", "smallest"), [(0.02, 3.08), (0.1, 4.08), (1.0, 7.96), (4.0, 8.0)])
+def test_block_ids_of_leankv_suffice_for_measured_blocks(alpha_low, smallest):
+    """`smallest`: largest measured compression of packed blocks at this threshold, by the last 64 queries."""
+    config = KvcConfig(policy="leankv", block_size=P, window=0, high="k8v4", low="k4v2", alpha_low=alpha_low, lag=512)
+    policy = make_policy(config)
+    layout = make_layout(config, policy, layers=32, heads=8, head_dim=128)
+    sizing = size_server(1_000_000 * TOKEN_BYTES, config, policy, layout, policy.block_formats(layout), 2)
+    assert sizing.num_blocks >= smallest * sizing.num_pages / layout.block_pages_bf16
+    assert sizing.num_blocks <= max(3.9, 1.1 * smallest) * sizing.num_pages / layout.block_pages_bf16
