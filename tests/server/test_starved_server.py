@@ -166,7 +166,7 @@ class Chatter:
         try:
             with requests.post(self.server.url + "/generate", json=body, stream=True, timeout=(TIMEOUT, wait)) as got:
                 assert got.status_code == 200, f"{got.status_code}: {got.text}"
-                event = json.loads(next(got.iter_lines()).removeprefix(b"data: "))
+                event = first_event(got)
         except (requests.Timeout, requests.ConnectionError):  # the latter between the head and the first event
             assert wait < TIMEOUT
             self.seen["hung up before the answer"] += 1
@@ -179,6 +179,13 @@ class Chatter:
         response = self.client.post("/flush_cache")
         assert response.status_code == 200 or (response.status_code, response.text) == (400, "Flush cache failed.\n")
         self.seen["flushed" if response.status_code == 200 else "flush refused"] += 1
+
+
+def first_event(response: requests.Response) -> dict:
+    """The first event with tokens. SGLang sends events without tokens for a request that it retracts before it has the
+    result of a forward in flight."""
+    events = (json.loads(line.removeprefix(b"data: ")) for line in response.iter_lines() if line)
+    return next(event for event in events if event["output_ids"] or event["meta_info"]["finish_reason"])
 
 
 def fill(disk: Path) -> None:
