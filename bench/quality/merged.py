@@ -1,7 +1,7 @@
 """Merged policy result files of one model and length, for tables with cells from several runs.
 
 Flips and KL of a cell are relative to the reference of its own run. If several runs have a cell, the run with the most
-tasks counts, then the latest one.
+tasks counts, then the latest one. Runs of RULER's tasks alone are merged apart from the others.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ class Merged:
 
 
 def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
-    """Merged results by model, length, number of contexts and first context. Long contexts come first."""
+    """Merged results by model, length, number of contexts, first context, and whether only RULER's tasks ran. Long
+    contexts come first."""
     out: dict[tuple, Merged] = {}
     ranks: dict[tuple, tuple] = {}
     for path in sorted(folder.glob("policies_*.json")):
         record = json.loads(path.read_text())
         n = record["numbers"]
-        key = n["model"], n["length"], n["contexts"], n.get("first", 0)
+        tasks = {t for row in n["cells"].values() for t in TITLES if t in row}
+        key = n["model"], n["length"], n["contexts"], n.get("first", 0), tasks <= RULER
         new_group = Merged(n["model"], n["length"], 8 * n["contexts"], record["device"], n.get("first", 0))
         group = out.setdefault(key, new_group)
         for name, row in n["cells"].items():
@@ -59,4 +61,5 @@ def _tasks(row: dict) -> int:
     return sum(t in row for t in TITLES)
 
 
+RULER = {"vt", "cwe", "multikey"}
 _MODELS = ("qwen-0.5b", "qwen-1.5b", "smollm2")

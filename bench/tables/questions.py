@@ -25,7 +25,8 @@ def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     columns = {"ratio_body": "compression"}
     columns |= {"all.delta": "all tasks"} | {f"{task}.delta": name for task, name in QUESTIONS.items()}
     columns |= {"kl_p99": "KL p99"}
-    tasks = {n.rsplit(".", 2)[1] for n in board if n.startswith("quality.") and n.endswith(".delta")}
+    prefixes = tuple(f"quality.{preset}." for preset in PRESETS)
+    tasks = {n.rsplit(".", 2)[1] for n in board if n.startswith(prefixes) and n.endswith(".delta")}
     columns = {c: title for c, title in columns.items() if not c.endswith(".delta") or c.split(".")[0] in tasks}
     used = {n for p in PRESETS for m in MODELS for c in columns if (n := f"quality.{p}.{m}.{c}") in board}
     rows = []
@@ -71,9 +72,9 @@ def long_contexts(board: dict[str, dict]) -> tuple[list[str], set[str]]:
 
 
 def _row(labels: list[str], figures: list[dict | None]) -> list[list[str]]:
-    """Row of `figures`, with device and commit of the last one; no row if all figures are missing."""
-    last = next((f for f in reversed(figures) if f), None)
-    if last is None:
+    """Row of `figures`, with the devices and commits of its points; no row if all figures are missing."""
+    if not any(figures):
         return []
-    origin = f"{short(last['device'])}, {last['commit'][:7]}"
-    return [[*labels, *(points_lost(f) if f else "" for f in figures), origin]]
+    points = [f for f in figures if f and "low" in f] or [f for f in figures if f]
+    origins = dict.fromkeys(f"{short(f['device'])}, {f['commit'][:7]}" for f in points)
+    return [[*labels, *(points_lost(f) if f else "" for f in figures), "; ".join(origins)]]

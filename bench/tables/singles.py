@@ -43,6 +43,7 @@ SINGLES = {
     "agents.off_overhead": "host time of a scheduler turn without host memory, vs. one without the tiers' code",
     "papers.longgen.vs_bf16.k4v4": "output tokens/s vs. stock bf16, 64 x (512 in + 8192 out), k4v4",
     "papers.longgen.vs_bf16.leankv": "the same, leankv",
+    "papers.longgen.vs_bf16.leankv-sampled": "the same, leankv with --kvc-observe all/16",
     "papers.longgen.vs_bf16.kv-compress-8x": "the same, kv-compress in k4v4, budget 8x",
     "papers.longgen.vs_bf16.kv-compress-16x": "the same, budget 16x",
     "papers.longgen_text.vs_bf16.k4v4": "the same load with prompts from a text, Qwen2.5-Coder-1.5B, k4v4",

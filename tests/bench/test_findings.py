@@ -42,7 +42,9 @@ def test_runs_of_one_model_are_merged_preferring_more_tasks(tmp_path):
     run("a", 128, stock={"niah": 1.0, "kv": 0.5}, k4v4={"niah": 0.9})
     run("b", 128, stock={"niah": 1.0}, k4v4={"niah": 0.8, "kv": 0.7}, quota={"niah": 0.1})
     run("c", 64, stock={"niah": 0.3})
-    long, short = merged(tmp_path)
+    run("d", 128, stock={"vt": 0.2, "cwe": 0.1, "multikey": 0.4})
+    long, ruler, short = merged(tmp_path)
+    assert ruler.length == 128 and ruler.tasks == ["vt", "cwe", "multikey"]
     assert (long.length, short.length, long.questions) == (128, 64, 16)
     assert set(long.rows) == {"stock", "k4v4", "quota"} and long.tasks == ["niah", "kv"]
     assert long.rows["stock"]["kv"]["em"] == 0.5 and long.rows["k4v4"]["niah"]["em"] == 0.8
