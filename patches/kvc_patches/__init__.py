@@ -15,7 +15,6 @@ MODULES = (
     "allocation",
     "experts",
     "fused_store",
-    "grammar",
     "internal_state",
     "invariants",
     "limits",
@@ -33,7 +32,7 @@ MODULES = (
 
 def load() -> None:
     """Entry point of group `sglang.srt.plugins`. SGLang calls it once in each process; with `--kv-backend default`
-    every hook passes its call through unchanged, except those of `grammar` on a machine without an accelerator."""
+    every hook passes its call through unchanged."""
     for name in MODULES:
         import_module(f".{name}", __name__).register()
     import_module(".registry", __name__).loaded = True  # type: ignore[attr-defined]

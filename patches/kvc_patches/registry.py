@@ -58,8 +58,6 @@ TARGETS = frozenset(
         f"{_SCHEDULER}.on_idle",
         f"{_SCHEDULER}.process_batch_result",
         f"{_SCHEDULER}.run_batch",
-        f"{_SRT}.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
-        f"{_SRT}.constrained.xgrammar_backend._allocate_token_bitmask",
         f"{_SRT}.managers.schedule_batch.Req.get_fill_ids",
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.mix_with_running",
