@@ -109,15 +109,13 @@ class BlockFormat:
     """Storage format of a whole block: a high format and an optional low format below it.
 
     `pages` is the maximum number of pages of a block over all layers and local heads. With `exact` the block takes
-    exactly that many, known before planning (quota). Otherwise the device reports the count (thresholds), and
-    `small_pages` is what few blocks fall below, 0 if unknown.
+    exactly that many, known before planning (quota). Otherwise the device reports the count (thresholds).
     """
 
     high: Format
     low: Format | None = None
     pages: int = 0
     exact: bool = True
-    small_pages: int = 0
 
 
 @dataclass(frozen=True)

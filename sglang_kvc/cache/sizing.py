@@ -104,6 +104,8 @@ def size_server(
     Raises ValueError, in one sentence, when not even `MIN_BLOCKS` uncompressed blocks fit.
     """
     row_bytes = 2 * layout.heads * layout.head_dim * itemsize
+    inexact_ratio = min(INEXACT_BLOCK_RATIO, policy.max_block_ratio(layout))
+    least_ratio = 1.0 if config.one_shot is None else INEXACT_BLOCK_RATIO
     stages = config.window and policy.fake_quant_format(policy.format_id_of(None)) is not None
 
     def sized(total: int) -> tuple[Sizing, dict[str, int]]:
@@ -112,8 +114,7 @@ def size_server(
         extra = {"the rows that a prefill with --kvc-window stages": staged * row_bytes}
         if config.host_memory:
             extra["the buffers of --kvc-host-memory"] = HostLayout.of(layout, block_formats, total).device_bytes
-        budgets = config.one_shot is not None
-        sizing = size_pool(total - sum(extra.values()), layout, block_formats, has_budgets=budgets)
+        sizing = size_pool(total - sum(extra.values()), layout, block_formats, inexact_ratio, least_ratio)
         return replace(sizing, staged_tokens=staged), extra
 
     minimum = MIN_BLOCKS * layout.block_tokens
@@ -172,18 +173,17 @@ class HostLayout:
 
 
 def size_pool(
-    num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...], has_budgets: bool = False
+    num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...],
+    inexact_ratio: float = INEXACT_BLOCK_RATIO, least_ratio: float = 1.0
 ) -> Sizing:
-    """Split `num_bytes` between pages and per-block metadata (tables, headers, counts). `has_budgets`: prompts are
-    one-shot by default, so most blocks hold few pages."""
+    """Split `num_bytes` between pages and per-block metadata (tables, headers, counts).
+
+    There is metadata for as many blocks as share the memory of an uncompressed block: by their pages if these are
+    known, `inexact_ratio` if the data decide them, and at least `least_ratio`.
+    """
     bf16 = layout.block_pages_bf16
-
-    def ratio_of(fmt: BlockFormat) -> float:
-        return bf16 / max(fmt.pages, 1) if fmt.exact else min(INEXACT_BLOCK_RATIO, bf16 / max(fmt.small_pages, 1))
-
-    ratios = [ratio_of(fmt) for fmt in block_formats[1:]]
-    ratios += [INEXACT_BLOCK_RATIO] if has_budgets else []
-    ratio = min(max(ratios, default=1.0), MAX_BLOCK_RATIO)
+    ratios = [bf16 / max(r.pages, 1) if r.exact else inexact_ratio for r in block_formats[1:]]
+    ratio = min(max([least_ratio, *ratios]), MAX_BLOCK_RATIO)
     pages = int(num_bytes / (layout.page_bytes + RING_ENTRY_BYTES + ratio * layout.block_meta_bytes / bf16))
     blocks = int(pages / bf16 * ratio) + 2
     largest_target = max([r.pages for r in block_formats[1:]] or [0])

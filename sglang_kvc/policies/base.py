@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -138,6 +139,11 @@ class Policy:
     def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
         """Storage of a block from high to low; format id 0 is uncompressed. ValueError when the settings allow none."""
         raise NotImplementedError
+
+    def max_block_ratio(self, layout: PoolLayout) -> float:
+        """Maximum number of packed blocks that share the memory of an uncompressed one, where the data decide their
+        size; inf: unknown. If blocks are smaller, the pool runs short of block ids before it runs short of pages."""
+        return math.inf
 
     def format_id_of(self, level: str | None) -> int:
         """Format id of a request's packed blocks; 0: they stay uncompressed. `level`: request quality."""

@@ -193,6 +193,12 @@ def test_block_size_dtype_and_device_count():
     assert len({*seen, identity(runtime)}) == 4
 
 
+def test_identity_is_that_of_earlier_servers():
+    """If this digest changes, no server finds blocks that an earlier one stored. Where that is intended, raise VERSION
+    and change the digest."""
+    assert identity(make_runtime()).hex() == "41fdce89f4a5c5b4c8a05af3c9f9fa9b84fe1cfb77ad067fe3082c7fb7692afc"
+
+
 def test_version_of_records_counts(monkeypatch):
     before = identity(make_runtime())
     monkeypatch.setattr("sglang_kvc.cache.identity.VERSION", 10**6)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvc_kernels.layout import RING_ENTRY_BYTES
 from sglang_kvc.cache.one_shot import Budget
-from sglang_kvc.cache.sizing import make_layout, size_server
+from sglang_kvc.cache.sizing import INEXACT_BLOCK_RATIO, make_layout, size_server
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import make_policy
 
@@ -13,9 +14,9 @@ P = 128
 TOKEN_BYTES = 4 * 32 * 8 * 128  # K and V of a token in bf16: 32 layers, 8 heads, head_dim 128
 
 
-def sized(default: Budget | None):
-    """Sizes, layout and packed format of a k4v4 server with memory for a million tokens in bf16."""
-    config = KvcConfig(block_size=P, window=0, high="k4v4", one_shot=default)
+def sized(default: Budget | None, high: str = "k4v4", **options):
+    """Sizes, layout and packed format of a server with memory for a million tokens in bf16."""
+    config = KvcConfig(block_size=P, window=0, high=high, one_shot=default, **options)
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=32, heads=8, head_dim=128)
     block_formats = policy.block_formats(layout)
@@ -36,19 +37,25 @@ def test_block_ids_suffice_for_prompts_that_fill_the_pages(budget, blocks):
     assert plain_pages > pages  # tables of the additional ids take memory
 
 
-def test_block_ids_of_one_shot_prompts_take_4_percent_of_the_memory():
-    plain, *_ = sized(None)
+@pytest.mark.parametrize(("high", "share"), [("k8v8", 0.045), ("k8v4", 0.034), ("k4v4", 0.031)])
+def test_memory_of_block_ids_for_one_shot_prompts(high, share):
+    plain, *_ = sized(None, high)
     for ratio in (8, 64):
-        with_ids, *_ = sized(Budget(ratio=ratio))
-        assert 0.95 < with_ids.capacity_tokens / plain.capacity_tokens < 0.97
+        with_ids, *_ = sized(Budget(ratio=ratio), high)
+        assert 1 - with_ids.capacity_tokens / plain.capacity_tokens == pytest.approx(share, abs=0.001)
 
 
-@pytest.mark.parametrize(("alpha_low", "smallest"), [(0.02, 3.08), (0.1, 4.08), (1.0, 7.96), (4.0, 8.0)])
-def test_block_ids_of_leankv_suffice_for_measured_blocks(alpha_low, smallest):
-    """`smallest`: largest measured compression of packed blocks at this threshold, by the last 64 queries."""
-    config = KvcConfig(policy="leankv", block_size=P, window=0, high="k8v4", low="k4v2", alpha_low=alpha_low, lag=512)
-    policy = make_policy(config)
-    layout = make_layout(config, policy, layers=32, heads=8, head_dim=128)
-    sizing = size_server(1_000_000 * TOKEN_BYTES, config, policy, layout, policy.block_formats(layout), 2)
-    assert sizing.num_blocks >= smallest * sizing.num_pages / layout.block_pages_bf16
-    assert sizing.num_blocks <= max(3.9, 1.1 * smallest) * sizing.num_pages / layout.block_pages_bf16
+@pytest.mark.parametrize(("alpha_low", "compression"), [(0.02, 3.08), (0.1, 4.08)])
+def test_block_ids_of_leankv_suffice_for_measured_blocks(alpha_low, compression):
+    """`compression`: largest measured compression of packed blocks at this threshold, with all metadata, by the last 64
+    queries."""
+    sizing, layout, _ = sized(None, "k8v4", policy="leankv", low="k4v2", alpha_low=alpha_low, lag=512)
+    block_bytes = P * TOKEN_BYTES / compression
+    pages = (block_bytes - layout.block_meta_bytes) / (layout.page_bytes + RING_ENTRY_BYTES)
+    ids = sizing.num_pages / pages
+    assert ids <= sizing.num_blocks <= 1.15 * ids
+
+
+def test_block_ids_of_leankv_are_bounded():
+    most, layout, _ = sized(None, "k8v4", policy="leankv", low="k4v2", alpha_low=4.0)
+    assert most.num_blocks <= INEXACT_BLOCK_RATIO * most.num_pages / layout.block_pages_bf16 + 2

@@ -61,10 +61,11 @@ class LeanKV(Policy):
         # Both packed formats have two tiers, so that one decode kernel serves them. An unplanned block uses one tier.
         unplanned = [BlockFormat(high, low, pages=layout.block_pages(high))] if self.lag else []
         uncompressed = BlockFormat(BF16, pages=layout.block_pages_bf16)
-        # All kept tokens low, fewer of them with a larger threshold. docs/quality.md has no smaller blocks, up to the 8
-        # per uncompressed block for which there are tables.
-        small = int(layout.block_pages(low) / (1 + 2 * self.alpha_low))
-        return (uncompressed, BlockFormat(high, low, pages=pages, exact=False, small_pages=small), *unplanned)
+        return (uncompressed, BlockFormat(high, low, pages=pages, exact=False), *unplanned)
+
+    def max_block_ratio(self, layout: PoolLayout) -> float:
+        # Every kept token is low. The factor covers the tokens pruned in docs/quality.md at thresholds up to 0.1.
+        return layout.block_pages_bf16 / layout.block_pages(FORMATS[self.low]) * (1 + 3 * self.alpha_low)
 
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
         return evidence.thresholds(ops.Thresholds(self.alpha_high, self.alpha_low), block_format)
