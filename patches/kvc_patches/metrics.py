@@ -25,6 +25,8 @@ GAUGES = {
     "bytes_per_token": ("Bytes of a resident token, all metadata included.", lambda s: s.bytes_per_token),
     "pages_total": ("Pages of the pool.", lambda s: s.pages_total),
     "pages_free": ("Pages not in use.", lambda s: s.pages_free),
+    "block_ids_total": ("Block ids of the pool.", lambda s: s.block_ids_total),
+    "block_ids_free": ("Block ids not in use.", lambda s: s.block_ids_free),
     "tokens": ("Tokens resident, pruned ones included.", lambda s: s.tokens),
     "occupancy": ("Share of packed pages' token slots that hold a token.", lambda s: s.occupancy),
     "compacted_blocks": ("Blocks compacted since start.", lambda s: s.compactions),

@@ -29,6 +29,8 @@ class KvcStats:
     bytes: int  # bytes of their blocks: pages, scales and table rows
     packed_tokens: int
     packed_bytes: int
+    block_ids_total: int = 0  # every block takes one; they may run out before the pages
+    block_ids_free: int = 0
     blocks_by_format: dict[str, int] = field(default_factory=dict)  # "bf16", "k4v4", "k8v4+k4v2" -> blocks
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "bf16", "high", "low", "pruned"
     occupancy: float | None = None  # share of the packed pages' token slots that hold a token

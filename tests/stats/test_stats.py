@@ -28,6 +28,8 @@ STATS = KvcStats(
     bytes=30_000_000,
     packed_tokens=4096,
     packed_bytes=20_000_000,
+    block_ids_total=400,
+    block_ids_free=380,
     blocks_by_format={"bf16": 4, "k8v4+k4v2": 16},
     tokens_by_tier={"bf16": 1000, "high": 3000, "low": 500, "pruned": 500},
     occupancy=0.93,
@@ -52,6 +54,17 @@ def test_demoted_blocks_are_shown_only_if_present():
     assert ("demoted", "7 blocks moved to a lower format") in inspect.rows(demoted)
     assert "demoted" not in dict(inspect.rows(STATS))
     assert metrics.GAUGES["demoted_blocks"][1](demoted) == 7 and KvcStats.from_dict(demoted.to_dict()) == demoted
+
+
+def test_block_ids_are_counted():
+    server = ToyServer(high="k4v4", window=0)
+    stats = [collect.measure(server.runtime, detail=False)]
+    server.admit([*range(3 * P), 1])
+    stats.append(collect.measure(server.runtime, detail=False))
+    before, after = stats
+    assert before.block_ids_total == after.block_ids_total == server.runtime.blocks.num_blocks
+    assert before.block_ids_free - after.block_ids_free == 4
+    assert dict(inspect.rows(STATS))["block ids"] == "380 of 400 free"
 
 
 def test_formats_of_same_name_are_counted_together():
@@ -165,6 +178,7 @@ def test_prometheus_gauges(fake_runtime):
     plain = {key[0]: value for key, value in FakeGauge.values.items() if len(key) == 2}
     assert plain["sglang_kvc:compression_ratio_body"] == STATS.ratio_body
     assert plain["sglang_kvc:pages_free"] == 31000
+    assert plain["sglang_kvc:block_ids_free"] == 380
     assert plain["sglang_kvc:compaction_seconds"] == pytest.approx(0.1205)
     assert FakeGauge.values["sglang_kvc:blocks", ("format", "bf16"), ("model_name", "m")] == 4
     assert FakeGauge.values["sglang_kvc:tier_share", ("model_name", "m"), ("tier", "high")] == 0.6
