@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from bench import common
 from bench.common import Score
+from bench.quality import ruler
 from bench.quality.intervals import paired
 from bench.quality.tasks import TITLES
 from kvc_kernels.formats import FORMATS
@@ -58,7 +59,7 @@ def _named(policy: str, budget: str, high: str | None) -> str | None:
 def scores(rows: dict[str, dict], model: str, first: int = 0, length: int = 0) -> dict[str, Score]:
     """Scores of the recommended presets and stock fp8: points gained or lost against stock in the same run with 95 %
     interval, KL, and bytes. `first`: number of the first context. Contexts of at least `LONG` tokens have separate
-    names."""
+    names. Runs of RULER's tasks alone have no sum over tasks."""
     out: dict[str, Score] = {}
     quality = "quality.32k" if length >= LONG else "quality"
     for name, cell in RECOMMENDED.items():
@@ -67,7 +68,7 @@ def scores(rows: dict[str, dict], model: str, first: int = 0, length: int = 0) -
             if "right_to_wrong" in row.get(task, {}):
                 out[f"{quality}.{name}.{model}.{task}.delta"] = delta(row[task], chosen_on(cell, task, first))
         marks = [row[task] for task in TITLES if "right_to_wrong" in row.get(task, {})]
-        if marks:
+        if marks and not {task for task in TITLES if task in row} <= ruler.TASKS.keys():
             out[f"{quality}.{name}.{model}.all.delta"] = delta(combined(marks), f" of {len(marks)} tasks")
         if row.get("kl"):
             unit = "nats a token, from the 20 best candidates"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.common import RESULTS
+from bench.quality import ruler
 from bench.quality.tasks import TITLES
 
 
@@ -45,7 +46,7 @@ def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
         record = json.loads(path.read_text())
         n = record["numbers"]
         tasks = {t for row in n["cells"].values() for t in TITLES if t in row}
-        key = n["model"], n["length"], n["contexts"], n.get("first", 0), tasks <= RULER
+        key = n["model"], n["length"], n["contexts"], n.get("first", 0), tasks <= ruler.TASKS.keys()
         new_group = Merged(n["model"], n["length"], 8 * n["contexts"], record["device"], n.get("first", 0))
         group = out.setdefault(key, new_group)
         for name, row in n["cells"].items():
@@ -61,5 +62,4 @@ def _tasks(row: dict) -> int:
     return sum(t in row for t in TITLES)
 
 
-RULER = {"vt", "cwe", "multikey"}
 _MODELS = ("qwen-0.5b", "qwen-1.5b", "smollm2")

@@ -47,7 +47,7 @@ def _ruler(task: str) -> Callable[[Maker, Any], list[Context]]:
         numbers = range(8 * args.first, 8 * (args.first + args.contexts))
         create = functools.partial(ruler.context, maker, fetch.ruler(), task, tokens=args.length)
         workers = min(len(numbers), len(os.sched_getaffinity(0)))
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
             return list(pool.map(create, numbers, chunksize=-(-len(numbers) // (4 * workers))))
 
     return make

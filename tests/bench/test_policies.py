@@ -48,6 +48,8 @@ def test_lost_points_become_scores():
     assert score[:3] == (-25.0, "points of 24 questions", "stock bf16 of the same run")
     assert score.low < -40 and -5 < score.high < 0
     assert scores["quality.balanced.smollm2.all.delta"].value == -25.0
+    ruler = cells.scores({"k4v4": {"vt": marks, "cwe": marks}}, "smollm2", length=cells.LONG)
+    assert set(ruler) == {f"quality.32k.balanced.smollm2.{task}.delta" for task in ("vt", "cwe")}
     assert scores["quality.balanced.smollm2.kl_p99"].value == 0.04 and not any("safe" in name for name in scores)
 
 
