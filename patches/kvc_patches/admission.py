@@ -107,7 +107,8 @@ def around_running_offset(orig, self, req):
     """Return the memory that a running request may still need.
 
     SGLang applies its new-token ratio to answers that may end early, and reserves those of fixed length (`ignore_eos`)
-    in full. Here the ratio applies to all: an answer takes its memory only by its end, so more requests run at once.
+    in full. Here the ratio applies to all, because an answer takes all of its memory only at its end. Without the radix
+    cache, SGLang admits prompts with fixed-length answers by another function, which reserves these in full.
     """
     growth, runtime = orig(self, req), runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:

@@ -138,9 +138,9 @@ def test_freed_block_makes_room_after_refusal(capacity):
 
 
 def test_lower_reserve_for_answers_makes_room_after_refusal(capacity):
-    capacity.remember_refusal(0.5)
-    assert not capacity.has_room_again(0.46) and not capacity.has_room_again(1.0)
-    assert capacity.has_room_again(0.45)
+    capacity.remember_refusal(0.2)
+    assert not capacity.has_room_again(0.185) and not capacity.has_room_again(1.0)
+    assert capacity.has_room_again(0.18)
 
 
 def test_longest_request_is_largest_that_empty_server_admits(capacity):
