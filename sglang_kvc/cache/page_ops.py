@@ -20,6 +20,7 @@ from .op_queue import Compact, EndGap, Load, Op, PackPrompt, Release, Save, Take
 if TYPE_CHECKING:
     from .transfers import Transfers
 
+RANKED_SCORES = 1 << 22  # maximum number of scores that one set of launches ranks, unless a single layer has more
 
 @dataclass
 class PendingCounts:
@@ -79,19 +80,18 @@ class PageOps:
         return []
 
     def _pack_prompt(self, op: PackPrompt) -> None:
-        """Rank the tokens of each layer, let the pages of all heads compete, and pack the winners."""
+        """Rank the tokens of each head, let the pages of all heads compete, and pack the winners."""
         store, layout, plan, p = self.store, self.store.layout, op.plan, self.store.layout.block_tokens
         blocks, page_tokens = store.upload(op.blocks), layout.page(store.block_formats[op.to_format].high).tokens
         best, worth = [], []
-        for layer in range(layout.layers):
-            pooled = self._pooled_scores(op, blocks, layer)[:, : op.full * p]
+        for pooled in self._pooled_scores(op, blocks, 0, op.full * p):
             ranked = ops.ranked_tokens(pooled, plan.kept_blocks * p, page_tokens, SINKS, plan.last)
             best.append(ranked[0])
             worth.append(ranked[1])
         pages = ops.sequence_quota(torch.cat(worth), plan.pages, plan.floor).view(layout.layers, layout.heads)
         ops.pack_kept(
-            store, blocks[: op.full], plan.kept_blocks, op.to_format, torch.stack(best), pages, packed=op.packed,
-            into=store.upload(op.into),
+            store, blocks[: op.full], plan.kept_blocks, op.to_format, torch.cat(best).unflatten(0, pages.shape), pages,
+            packed=op.packed, into=store.upload(op.into),
         )  # fmt: skip
         self.gaps.open(op.row, plan.kept_blocks, op.gap)
 
@@ -101,23 +101,26 @@ class PageOps:
         store, layout, p = self.store, self.store.layout, self.store.layout.block_tokens
         blocks, into = store.upload(op.blocks), store.upload(op.into)
         fmt, end, best = store.block_formats[op.to_format].high, op.packed + op.count, []
-        for layer in range(layout.layers):
-            pooled = self._pooled_scores(op, blocks, layer)[:, op.packed * p : end * p]
+        for pooled in self._pooled_scores(op, blocks, op.packed * p, end * p):
             best.append(ops.ranked_tokens(pooled, len(into) * p, p, 0 if op.packed else SINKS, 0)[0])
         pages = torch.full((layout.layers, layout.heads), len(into) * layout.pages_for(fmt, p), device=store.device)
         ops.pack_kept(
-            store, blocks[op.packed : end], len(into), op.to_format, torch.stack(best), pages, into=into
+            store, blocks[op.packed : end], len(into), op.to_format, torch.cat(best).unflatten(0, pages.shape), pages,
+            into=into,
         )
         self.gaps.open(op.row, op.packed + len(into), op.gap)
 
-    def _pooled_scores(self, op: PackPrompt | Thin, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """Scores `[H, S]` of the tokens in `blocks` with those of their neighbors. Sinks are always kept, and the
-        attention they draw says nothing about the tokens after them."""
-        scores = ops.prompt_scores(
-            self.store, layer, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
-        )
-        scores[:, :SINKS].zero_()
-        return ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)
+    def _pooled_scores(
+        self, op: PackPrompt | Thin, blocks: torch.Tensor, first: int, end: int
+    ) -> Iterator[torch.Tensor]:
+        """Scores `[n * H, end - first]` of the tokens first .. end - 1 with those of their neighbors, for n layers at a
+        time. Sinks are always kept, and the attention they draw says nothing about the tokens after them."""
+        for layers in op.queries.groups(max(1, RANKED_SCORES // (self.store.layout.heads * op.tokens))):
+            scores = ops.prompt_scores(
+                self.store, layers, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
+            ).flatten(0, 1)
+            scores[:, :SINKS].zero_()
+            yield ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)[:, first:end]
 
     def _compact(self, op: Compact, step: int) -> list[PendingCounts]:
         """Plan and move, in waves whose destination pages fit the reserve."""

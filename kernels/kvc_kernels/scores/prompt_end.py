@@ -5,6 +5,9 @@ Plain torch on every device, without waiting for the device.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 
 from ..common import quant
@@ -32,10 +35,17 @@ class LastQueries:
         stored[window - new :] = rows[len(rows) - new :]
         self.scaling[layer] = scale, logit_cap
 
+    def groups(self, most: int) -> Iterator[slice]:
+        """Up to `most` neighboring layers at a time, of equal scale and logit cap."""
+        for _, equal in itertools.groupby(range(len(self.scaling)), lambda layer: self.scaling[layer]):
+            layers = list(equal)
+            for at in range(0, len(layers), most):
+                yield slice(layers[at], layers[at : at + most][-1] + 1)
+
 
 def prompt_scores(
     store: PageStore,
-    layer: int,
+    layers: slice,
     blocks: torch.Tensor,
     tokens: int,
     queries: LastQueries,
@@ -43,41 +53,44 @@ def prompt_scores(
     packed: int = 0,
     format_id: int = 0,
 ) -> torch.Tensor:
-    """Squared attention that the last w queries of a prompt give its tokens, fp32 `[H, tokens]` (KV-Compress, equations
-    8 and 10, squared): the sum over these queries and the query heads of a group of A^2.
+    """Squared attention that the last w queries of a prompt give its tokens, fp32 `[n, H, tokens]` for n `layers` of
+    equal scale and logit cap (KV-Compress, equations 8 and 10, squared): the sum over these queries and the query heads
+    of a group of A^2.
 
     `blocks[nb]`: the blocks that hold `tokens` >= w tokens of the prompt. The first `packed` of them hold all of theirs
     at `format_id`, the others are uncompressed; the last w tokens are the queries' own. Heads are taken a few at a
     time, so that temporaries stay small.
     """
-    layout, rows = store.layout, queries.rows[layer]
-    scale, logit_cap = queries.scaling[layer]
-    window, group = rows.shape[0], rows.shape[1] // layout.heads
+    layout, rows = store.layout, queries.rows[layers]
+    scale, logit_cap = queries.scaling[layers.start]
+    window, group = rows.shape[1], rows.shape[2] // layout.heads
+    heads = rows.shape[0] * layout.heads  # of all layers
+    table = store.table[blocks, layers].flatten(1, 2).transpose(0, 1)  # [n * H, nb, E]
+    headers = store.headers[blocks[:packed], layers].flatten(1, 2).transpose(0, 1)
+    q_rows = rows.transpose(1, 2).flatten(0, 1)  # [n * Hq, w, D]
     step = max(1, MAX_ELEMENTS // (tokens * max(layout.head_dim, group * window)))
-    out = torch.empty((layout.heads, tokens), device=store.device)
-    for at in range(0, layout.heads, step):
-        end = min(at + step, layout.heads)
-        keys = stored_keys(store, layer, slice(at, end), blocks, packed, format_id)[:, :tokens]
-        q = rows[:, at * group : end * group].transpose(0, 1)
-        weights = query_weights(q, keys, None, 0, window, scale, logit_cap)
+    out = torch.empty((heads, tokens), device=store.device)
+    for at in range(0, heads, step):
+        end = min(at + step, heads)
+        keys = stored_keys(store, table[at:end], headers[at:end], packed, format_id)[:, :tokens]
+        weights = query_weights(q_rows[at * group : end * group], keys, None, 0, window, scale, logit_cap)
         out[at:end] = weights.square_().sum((1, 2))
-    return out
+    return out.view(-1, layout.heads, tokens)
 
 
 def stored_keys(
-    store: PageStore, layer: int, heads: slice, blocks: torch.Tensor, packed: int, format_id: int
+    store: PageStore, table: torch.Tensor, headers: torch.Tensor, packed: int, format_id: int
 ) -> torch.Tensor:
-    """Keys of `heads` of `blocks[nb]`, `[heads, nb * P, D]`: the first `packed` blocks hold P tokens each at
-    `format_id`, the others are uncompressed. In the model dtype if none is packed, else fp32."""
+    """Keys of m heads of nb blocks with the pages `table` `[m, nb, E]`, `[m, nb * P, D]`: the first `packed` blocks
+    hold P tokens each at `format_id` with the key headers fp16 `[m, packed, 2, D]`, the others are uncompressed. In the
+    model dtype if none is packed, else fp32."""
     layout, parts = store.layout, []
-    table = store.table[blocks, layer, heads].transpose(0, 1)  # [heads, nb, E]
     if packed:
         page = layout.page(store.block_formats[format_id].high)
         ids = table[:, :packed, : layout.pages_for(page.format, layout.block_tokens)].long()
         codes = unpack_features(key_bytes(page, store.pages[ids]), page.format.key_bits)
         codes = codes.flatten(2, 3)[:, :, : layout.block_tokens]
-        header = store.headers[blocks[:packed], layer, heads].transpose(0, 1)
-        parts.append(quant.dequantise_keys(codes, header, page.format.key_bits).flatten(1, 2))
+        parts.append(quant.dequantise_keys(codes, headers, page.format.key_bits).flatten(1, 2))
     if packed < table.shape[1]:
         plain = read_bf16(store, table[:, packed:].flatten(0, 1)).keys.reshape(table.shape[0], -1, layout.head_dim)
         parts.append(plain.float() if parts else plain)

@@ -47,9 +47,11 @@ def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[s
         scores, worth = [], []
         for layer in range(L):
             queries.add(layer, q[layer], scale=0.09, logit_cap=0.0)
-            scores.append(ops.prompt_scores(store, layer, blocks, TOKENS, queries, packed=before, format_id=1))
-            pooled = ops.carry_scores(ops.pool_scores(scores[-1], 7), 48, 0.1)[:, : FULL * P]
+        for layers in queries.groups(2):
+            part = ops.prompt_scores(store, layers, blocks, TOKENS, queries, packed=before, format_id=1).flatten(0, 1)
+            pooled = ops.carry_scores(ops.pool_scores(part, 7), 48, 0.1)[:, : FULL * P]
             worth.append(ops.ranked_tokens(pooled, KEPT * P, 64, 4, 0)[1])
+            scores.append(part)
         page_counts = ops.sequence_quota(torch.cat(worth), 40, 1)
         ops.pack_kept(store, blocks[:FULL], KEPT, 1, best, pages, packed=before, into=targets)
         gaps.open(3, KEPT, FULL - KEPT)
@@ -60,7 +62,7 @@ def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[s
             torch.cuda.set_sync_debug_mode(mode)
     ops.check_invariants(store)
     assert int(page_counts.sum()) == 40
-    return torch.stack(scores).cpu(), page_counts.cpu(), [ops.block_digest(store, int(b)) for b in targets]
+    return torch.cat(scores).cpu(), page_counts.cpu(), [ops.block_digest(store, int(b)) for b in targets]
 
 
 @pytest.mark.parametrize("before", [0, 4])

@@ -37,7 +37,7 @@ def test_scores_are_squared_attention(monkeypatch, cap, elements):
     q = torch.randn(2, WINDOW, 2 * GROUP, 32, generator=torch.Generator().manual_seed(3)).to(store.dtype)
     for layer in range(2):
         queries.add(layer, q[layer], scale=0.1 + layer, logit_cap=cap)
-        scores = ops.prompt_scores(store, layer, blocks, tokens, queries)
+        (scores,) = ops.prompt_scores(store, slice(layer, layer + 1), blocks, tokens, queries)
         want = slow_scores(q[layer].double().numpy(), k[layer].double().numpy(), 0.1 + layer, cap)
         assert scores.shape == (2, tokens) and torch.isfinite(scores).all()
         np.testing.assert_allclose(scores.numpy(), want, rtol=2e-4, atol=1e-6)
@@ -54,7 +54,8 @@ def test_scores_of_packed_blocks_match_unpacked_rows(packed):
     q = torch.randn(2, WINDOW, 2 * GROUP, 32, generator=torch.Generator().manual_seed(3)).to(store.dtype)
     for layer in range(2):
         queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
-        scores = ops.prompt_scores(store, layer, blocks, tokens, queries, packed=packed, format_id=1)
+    both = ops.prompt_scores(store, slice(0, 2), blocks, tokens, queries, packed=packed, format_id=1)
+    for layer, scores in enumerate(both):
         keys = ops.load_dense(store, layer, blocks)[0].transpose(0, 1).flatten(1, 2)[:, :tokens]
         want = slow_scores(q[layer].double().numpy(), keys.transpose(0, 1).double().numpy(), 0.3, 0.0)
         np.testing.assert_allclose(scores.numpy(), want, rtol=2e-4, atol=1e-6)
@@ -68,3 +69,10 @@ def test_last_query_rows_are_kept_across_chunks(chunks):
     for part in rows.split(chunks):
         queries.add(0, part[-WINDOW:], scale=1.0, logit_cap=0.0)
     assert torch.equal(queries.rows[0], rows[-WINDOW:])
+
+
+def test_layers_of_equal_scale_and_cap_are_grouped():
+    queries = ops.LastQueries(make_store(block_tokens=P, layers=7), 2, WINDOW)
+    queries.scaling = [(1.0, 0.0)] * 3 + [(0.5, 0.0)] * 2 + [(0.5, 30.0)] * 2
+    assert [*queries.groups(2)] == [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 7)]
+    assert [*queries.groups(9)] == [slice(0, 3), slice(3, 5), slice(5, 7)]
