@@ -130,7 +130,9 @@ class KvcRadixCache(DiskCache, StreamingCache):
 
     def keep_retracted(self, req) -> None:
         """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like
-        any others. When the request resumes, it hits those that are still there."""
+        any others. When the request resumes, it hits those that are still there.
+
+        A one-shot prompt inserts nothing and is computed again from its first token."""
         if self.disable or req.kvc is None or req.kvc.one_shot is not None:
             return
         req.kvc_prefetched = req.kvc_keeps_row = False

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RANKED_SCORES = 1 << 22  # maximum number of scores that one set of launches ranks, unless a single layer has more
 
+
 @dataclass
 class PendingCounts:
     """Page counts of a compaction whose outcome depends on the data, on their way to the host.

@@ -64,7 +64,8 @@ class LeanKV(Policy):
         return (uncompressed, BlockFormat(high, low, pages=pages, exact=False), *unplanned)
 
     def max_block_ratio(self, layout: PoolLayout) -> float:
-        # Every kept token is low. The factor covers the tokens pruned in docs/quality.md at thresholds up to 0.1.
+        # As if every kept token were low. The factor covers the shares that docs/quality.md has of pruned tokens, for
+        # thresholds up to 0.1.
         return layout.block_pages_bf16 / layout.block_pages(FORMATS[self.low]) * (1 + 3 * self.alpha_low)
 
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
