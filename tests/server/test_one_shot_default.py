@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import requests
 
 from bench import prompts
 
 from .conftest import BLOCK, STOCK, border, tokens
-from .test_one_shot import CODE, level, needle_prompt
+from .test_one_shot import CODE, level, needle_prompt, ratios_while_running
 from .test_streaming import Chat
 
 pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
@@ -25,16 +23,8 @@ def test_requests_without_custom_params_meet_ratio(budgeted, question):
     """While a request runs, the bytes of its prompt have the ratio; when it ends, all its memory is free."""
     client = budgeted.client
     before = client.when_idle()
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(client.generate, question, 96)
-        seen = []
-        while not running.done():
-            stats = client.stats()
-            if stats["packed_tokens"] == border(len(question)):
-                seen.append(stats["ratio_body"])
-        running.result()
-    assert seen, "the request was over before it was looked at"
-    assert all(8 <= ratio < 10 for ratio in seen), seen
+    ratios = ratios_while_running(client, question)
+    assert all(8 <= ratio < 10 for ratio in ratios), ratios
     after = client.when_idle()
     assert after["pages_free"] == before["pages_free"] and after["tokens"] == 0
 
