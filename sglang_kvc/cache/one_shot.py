@@ -29,6 +29,7 @@ SHARE = 0.1  # the share of its score that these tokens get
 SINKS = 4  # first tokens of a prompt, which every head keeps
 HEAD_LIMIT = 4  # maximum pages of a head, as a multiple of the average
 RATIOS = (1.0, 64.0)
+MIN_TOKENS = 65  # a smaller number is a ratio without its x: pages hold about as many tokens
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ class Budget:
                 return cls(ratio=float(m[1]))
             why = "is out of range"
         elif m:
-            if int(m[2]):
+            if int(m[2]) >= MIN_TOKENS:
                 return cls(tokens=int(m[2]))
-            why = "keeps nothing"
+            why = "is too small a number of tokens, and lacks the x of a ratio"
         given = f"{option} {reprlib.repr(text)}" if option else f"custom_params asks for {reprlib.repr(text)}, which"
         example = "" if option else f"{PREFIX}:"
         raise ValueError(
             f'{given} {why}; give a ratio to bf16 from {RATIOS[0]:g} to {RATIOS[1]:g}, like "{example}16x", or the '
-            f'tokens that a head keeps on average, like "{example}1024".'
+            f'tokens that a head keeps on average, {MIN_TOKENS} or more, like "{example}1024".'
         )
 
     def __str__(self) -> str:

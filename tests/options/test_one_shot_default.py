@@ -28,8 +28,8 @@ def resolve(**options) -> KvcConfig:
 @pytest.mark.parametrize(
     "value, budget",
     [
-        ("16x", Budget(ratio=16)), ("4.5X", Budget(ratio=4.5)), ("64x", Budget(ratio=64)), ("16", Budget(tokens=16)),
-        (1024, Budget(tokens=1024)), ("one-shot:16x", Budget(ratio=16)), (Budget(tokens=9), Budget(tokens=9)),
+        ("16x", Budget(ratio=16)), ("4.5X", Budget(ratio=4.5)), ("64x", Budget(ratio=64)), ("65", Budget(tokens=65)),
+        (1024, Budget(tokens=1024)), ("one-shot:16x", Budget(ratio=16)), (Budget(tokens=99), Budget(tokens=99)),
     ],
 )  # fmt: skip
 def test_value_is_ratio_or_tokens(value, budget):
@@ -41,7 +41,9 @@ def test_value_is_ratio_or_tokens(value, budget):
     assert resolve().one_shot is None and resolve().to_dict()["one_shot"] is None
 
 
-@pytest.mark.parametrize("wrong", ["0", "0.5x", "65x", "100x", "x", "much", "-4x", "1e3x", "16.5", True, ["16x"]])
+@pytest.mark.parametrize(
+    "wrong", ["0", "16", "64", "0.5x", "65x", "100x", "x", "much", "-4x", "1e3x", "16.5", True, ["16x"]]
+)
 def test_invalid_values_are_rejected(wrong):
     with pytest.raises(ConfigError) as e:
         resolve(one_shot=wrong)

@@ -32,7 +32,7 @@ def test_budgets_are_parsed_from_text(text):
         ("one-shot", "not a budget"), ("one-shot:", "not a budget"), ("one-shot:x", "not a budget"),
         ("one-shot:-4x", "not a budget"),
         ("one-shot:nanx", "not a budget"), ("one-shot:1e3", "not a budget"), ("one-shot:16x,", "not a budget"),
-        ("one-shot:0.99x", "out of range"), ("one-shot:64.1x", "out of range"), ("one-shot:0", "keeps nothing"),
+        ("one-shot:0.99x", "out of range"), ("one-shot:64.1x", "out of range"), ("one-shot:0", "too small"),
         ("one-shot:" + "9" * 10**6, "not a budget"),
     ],
 )  # fmt: skip

@@ -25,7 +25,7 @@ from .overlap import Overlap, configured
 LIVES = int(os.environ.get("KVC_LIVES", "1"))  # runs of each kind, each with its own seed
 MORE = 20  # maximum number of additional runs
 TURNS = 100
-ONE_SHOT = ("one-shot:3x", "one-shot:24", "one-shot:64x")
+ONE_SHOT = ("one-shot:3x", "one-shot:72", "one-shot:64x")
 HINTS = ({}, {}, {DONE: True}, {TTL: 0}, {TTL: 0.02}, {TTL: 60, STEPS: 2}, {STEPS: 0}, {STEPS: 3})
 
 

@@ -87,7 +87,7 @@ def test_other_requests_are_unaffected(packed, question, rng):
     alone = client.generate(plain, 16, top=3)
     client.flush()
     with ThreadPoolExecutor(3) as pool:
-        budgets = [pool.submit(client.generate, plain, 16, sampling=level(f"one-shot:{x}")) for x in ("64x", "32")]
+        budgets = [pool.submit(client.generate, plain, 16, sampling=level(f"one-shot:{x}")) for x in ("64x", "128")]
         beside = pool.submit(client.generate, plain, 16, top=3).result()
         assert all(len(b.result().ids) == 16 and b.result().cached_tokens == 0 for b in budgets)
     comparison = match(alone, beside)
