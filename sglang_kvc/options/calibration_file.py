@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvc_kernels.formats import BF16
 from sglang_kvc.calibration.model_fingerprint import Identity
 from sglang_kvc.calibration.verdicts import BREAKS, Findings, read
 from sglang_kvc.errors import ConfigError, flag
@@ -35,7 +36,14 @@ def defaults_of(policy: str, options: dict[str, Any], given: dict[str, Any]) -> 
     if findings is None:
         return {}
     if policy == "quantise":
-        return {} if "high" in given else {"high": findings.recommended}
+        if "high" in given:
+            return {}
+        if findings.recommended == BF16.name:
+            raise ConfigError(
+                f"{flag('calibration')} {given['calibration']} recommends no packed format for this model, so nothing "
+                f"would be compressed; choose one with {flag('high')}, or serve the model with --kv-backend default."
+            )
+        return {"high": findings.recommended}
     t, settings = findings.thresholds, {**options, **given}
     same = (settings["high"], settings["low"]) == (t.high, t.low)
     if not same or "alpha_high" in given or "alpha_low" in given:

@@ -29,6 +29,7 @@ def check_conflicts(args: Any, config: KvcConfig) -> None:
             f"cache; drop one of them."
         )
     check_eviction(config, args)
+    check_hierarchical(config, args)
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
     check_storage(config)
@@ -69,12 +70,47 @@ def check_eviction(config: KvcConfig, args: Any) -> None:
 
 def host_memory_of(args: Any) -> str:
     """The value of `--kvc-host-memory` that follows from `--enable-hierarchical-cache`."""
-    if args.hicache_size > 0 and args.hicache_host_memory_mode == "cache":
+    if args.hicache_size > 0:
         return f"{args.hicache_size}GB"
     raise ConfigError(
         "--enable-hierarchical-cache needs a size with --kv-backend kvc, because SGLang's --hicache-ratio counts "
         "uncompressed tokens; give --kvc-host-memory, like 64GB, or --hicache-size."
     )
+
+
+def check_hierarchical(config: KvcConfig, args: Any) -> None:
+    """Refuse options of SGLang's hierarchical cache that contradict `--kvc-host-memory`."""
+    if args.hicache_host_memory_mode != "cache":
+        raise ConfigError(
+            f"--hicache-host-memory-mode {args.hicache_host_memory_mode} cannot be served with --kv-backend kvc, "
+            "because host memory keeps blocks and is no buffer for a store; drop it."
+        )
+    if args.enable_hierarchical_cache and not config.host_memory:
+        raise ConfigError(
+            "--enable-hierarchical-cache contradicts --kvc-host-memory 0, because blocks that leave the GPU need host "
+            "memory; drop one of them."
+        )
+    if config.host_memory and args.hicache_size > 0 and args.hicache_size != max(1, round(config.host_memory / 1e9)):
+        raise ConfigError(
+            f"--hicache-size {args.hicache_size} contradicts --kvc-host-memory of {config.host_memory / 1e9:g} GB, "
+            "because both set the size of the host tier; drop one of them."
+        )
+
+
+def check_host_size(config: KvcConfig, ranks: int, host_bytes: float) -> None:
+    """Refuse host memory of the `ranks` ranks of this host beyond the `host_bytes` that it has."""
+    if config.host_memory * ranks > host_bytes:
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise ConfigError(
+            f"--kvc-host-memory of {config.host_memory / 1e9:g} GB{each} is more than the memory of this host "
+            f"({host_bytes / 1e9:.1f} GB); give less."
+        )
+
+
+def ranks_per_host(args: Any) -> int:
+    """Ranks of this server on one host, each with its own host memory and its own limit of files."""
+    replicas = 1 if args.enable_dp_attention else args.dp_size or 1  # ranks of DP attention are among those of tp_size
+    return max(1, (args.tp_size or 1) * replicas // (args.nnodes or 1))
 
 
 def check_host_memory(config: KvcConfig, disable_radix_cache: bool) -> None:

@@ -7,6 +7,7 @@ Written against SGLang 0.5.23: `resolving_view`, `declare_resolution` and `post_
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from sglang_kvc.options.command_line import CPU_PLATFORM
 from sglang_kvc.options.conflicts import (
     check_chunk,
     check_dp_attention,
+    check_host_size,
     check_memory,
     check_memory_saver,
     host_memory_of,
+    ranks_per_host,
 )
 from sglang_kvc.options.model_facts import from_model_config
 from sglang_kvc.options.resolve import resolve_config
@@ -48,7 +51,7 @@ MEMORY_CPU = "1GB"  # SGLang's default would take most of the machine's memory
 
 def prepare(args: Any) -> None:
     """Refuse arguments that cannot be served, then set the fields of SGLang that select our classes."""
-    if args.enable_hierarchical_cache and args.kvc_host_memory is None:
+    if args.enable_hierarchical_cache and args.kvc_host_memory is None and args.hicache_host_memory_mode == "cache":
         args.kvc_host_memory = host_memory_of(args)
     config = resolve_config(args)
     check_args(args, config)
@@ -67,6 +70,7 @@ def prepare(args: Any) -> None:
         _check_platform()
     if config.memory is not None:
         check_memory(config, _device_bytes("cpu" if cpu else "cuda"))
+    check_host_size(config, ranks_per_host(args), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     args.attention_backend = "kvc"
     args.prefill_attention_backend = None
     args.decode_attention_backend = None

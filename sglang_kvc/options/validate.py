@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from kvc_kernels.formats import BF16, FORMATS
-from kvc_kernels.layout import PageLayout
+from kvc_kernels.layout import PageLayout, PoolLayout
 from sglang_kvc.cache import one_shot
 from sglang_kvc.cache.block_store import HEADER_BYTES
 from sglang_kvc.cache.sizing import HostLayout, make_layout, size_server
@@ -18,8 +18,9 @@ from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import check_verdicts
 from sglang_kvc.options.config import EVICTIONS, TRUST, KvcConfig
 from sglang_kvc.options.request_quality import ONE_SHOT_NEEDS, offered
-from sglang_kvc.policies import make_policy
+from sglang_kvc.policies import POLICIES, make_policy
 from sglang_kvc.policies.base import EVIDENCE
+from sglang_kvc.policies.budget import compression
 from sglang_kvc.policies.ladder import is_below
 
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
@@ -54,7 +55,8 @@ def _check_levels(c: KvcConfig) -> None:
             packed = [n for n, f in FORMATS.items() if f.packed and n != c.high]
             raise ConfigError(
                 f"{flag('levels')} {','.join(c.levels)} cannot be offered, because {name!r} is not another packed "
-                f"format; list some of {listed(packed)}, each once (lossless needs no listing)."
+                f"format; list some of {listed(packed)}, each once, with commas between them (lossless needs no "
+                f"listing)."
             )
 
 
@@ -141,10 +143,11 @@ def _check_lag(c: KvcConfig) -> None:
     if c.lag == 0:
         return
     if c.lag % EVIDENCE or not c.window < c.lag <= WINDOW_MAX:
+        default = f", the default of policy {c.policy}," if c.lag == getattr(POLICIES[c.policy], "lag", 0) else ""
         raise ConfigError(
-            f"{flag('lag')} {c.lag} is out of range, because it counts the tokens after a block, including the "
-            f"{flag('window')} of {c.window}, whose queries decide which tokens it keeps; choose a larger multiple of "
-            f"{EVIDENCE} up to {WINDOW_MAX}, like 512, or 0."
+            f"{flag('lag')} {c.lag}{default} is out of range, because it counts the tokens after a block, including "
+            f"the {flag('window')} of {c.window}, whose queries decide which tokens it keeps; choose a larger "
+            f"multiple of {EVIDENCE} up to {WINDOW_MAX}, like 512, or 0."
         )
     policy = make_policy(c)
     if not policy.collects_scores:
@@ -176,7 +179,7 @@ def _check_statistics(c: KvcConfig) -> None:
     parts = f"{flag('scorer')} {c.scorer} with {flag('share')} {c.share}"
     if c.calibration is None:
         raise ConfigError(
-            f"{parts} needs statistics of the model ({listed(needs)}) and no file was given; add "
+            f"{parts} needs statistics of the model ({', '.join(needs)}) and no file was given; add "
             f"{flag('calibration')} FILE, or choose another."
         )
     try:
@@ -184,12 +187,12 @@ def _check_statistics(c: KvcConfig) -> None:
     except ValueError as e:
         raise ConfigError(
             f"{flag('calibration')} {c.calibration} cannot be used, because {e}; give a safetensors file with "
-            f"{listed(needs)}."
+            f"{', '.join(needs)}."
         ) from None
     if missing:
         raise ConfigError(
-            f"{flag('calibration')} {c.calibration} cannot be used, because it lacks {listed(sorted(missing))}, which "
-            f"{parts} needs; give a file that has it."
+            f"{flag('calibration')} {c.calibration} cannot be used, because it lacks {', '.join(sorted(missing))}, "
+            f"which {parts} needs; give a file that has it."
         )
 
 
@@ -212,8 +215,8 @@ CHECKS: tuple[Callable[[KvcConfig], None], ...] = (
 
 
 def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
-    """Checks that need the model's head size alone: a page holds a group of tokens in every format, and a budget given
-    as a ratio can be met."""
+    """Checks that need the model's head size alone: a page holds a group of tokens in every format, packed blocks are
+    smaller than uncompressed ones, and a budget given as a ratio can be met and drops something."""
     policy = make_policy(config)
     for fmt in config.formats:
         if head_dim * fmt.key_bits < MIN_KEY_BITS:
@@ -228,13 +231,31 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
                 f"{flag('page_bytes')} {config.page_bytes} is too small for {fmt.name} at this model's head size "
                 f"{head_dim}; choose a larger page, or drop the option to have the best size chosen."
             )
+    # One layer and head suffice: blocks, budgets and pages all grow in proportion to them.
+    layout = make_layout(config, policy, layers=1, heads=1, head_dim=head_dim)
+    for fmt in config.formats if config.page_bytes is not None else ():
+        if compression(layout, pages := layout.block_pages(fmt)) <= 1:
+            raise ConfigError(
+                f"{flag('page_bytes')} {config.page_bytes} is too large, because a block then takes {pages} pages per "
+                f"head in {fmt.name}, which are no smaller than its uncompressed tokens; choose a smaller page, or "
+                f"drop the option to have the best size chosen."
+            )
     if config.budget is not None and config.budget.ratio is not None:
-        try:
-            # One layer and head suffice: budget and pages both grow in proportion to them.
-            layout = make_layout(config, policy, layers=1, heads=1, head_dim=head_dim)
-            policy.high_pages(layout)  # type: ignore[attr-defined]  # policies with a budget have it
-        except ValueError as e:
-            raise ConfigError(f"{e}.") from None
+        _check_budget(config, layout)
+
+
+def _check_budget(config: KvcConfig, layout: PoolLayout) -> None:
+    """Refuse a budget that cannot be met, and one that the format alone meets."""
+    policy = make_policy(config)
+    try:
+        pages = policy.high_pages(layout)  # type: ignore[attr-defined]  # policies with a budget have it
+    except ValueError as e:
+        raise ConfigError(f"{e}.") from None
+    if pages == layout.block_pages(FORMATS[config.high]):
+        raise ConfigError(
+            f"{flag('budget')} {config.budget} has no effect, because {config.high} alone makes blocks that small; "
+            f"give a larger ratio or fewer bytes, or choose {flag('policy')} quantise."
+        )
 
 
 def check_one_shot(config: KvcConfig, *, head_dim: int, windowed: bool) -> None:
@@ -259,6 +280,8 @@ def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> 
     of each tier."""
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
+    if config.budget is not None and config.budget.ratio is None:
+        _check_budget(config, layout)
     try:
         policy.check(layout)
         block_formats = policy.block_formats(layout)

@@ -68,8 +68,15 @@ def test_recommended_format_is_default(write):
     assert resolve(calibration=file).high == "k4v2"
     assert resolve(calibration=file, high="k8v8").high == "k8v8"
     assert resolve(calibration=file, policy="snapkv").high == "k8v8"
-    exact = write(recommended="bf16")
-    assert (resolve(calibration=exact).high, resolve(calibration=exact).formats) == ("bf16", ())
+
+
+def test_file_without_packed_format_needs_choice(write):
+    none = write(recommended="bf16")
+    for options in ({}, {"one_shot": "16x"}, {"floor": "k2v2"}):
+        with pytest.raises(ConfigError) as e:
+            resolve(calibration=none, **options)
+        assert "--kvc-calibration" in one_sentence(str(e.value)) and "--kvc-high" in str(e.value)
+    assert resolve(calibration=none, high="k8v8").high == "k8v8"
 
 
 def test_thresholds_are_defaults_for_their_formats(write):

@@ -344,6 +344,29 @@ def test_page_too_small_for_model_is_rejected():
     assert "--kvc-page-bytes" in one_sentence(str(e.value))
 
 
+def test_page_as_large_as_uncompressed_tokens_is_rejected():
+    check_geometry(resolve(page_bytes=32768), head_dim=128)  # half of a head's uncompressed block
+    with pytest.raises(ConfigError) as e:
+        check_geometry(resolve(page_bytes=65536), head_dim=128)
+    assert "--kvc-page-bytes 65536 is too large" in one_sentence(str(e.value))
+
+
+def test_budget_without_effect_is_rejected():
+    for policy, budget in (("prune", "1x"), ("prune", "3.5x"), ("mikv", "1x")):
+        with pytest.raises(ConfigError) as e:
+            check_geometry(resolve(policy=policy, budget=budget), head_dim=128)
+        assert f"--kvc-budget {budget} has no effect" in one_sentence(str(e.value))
+    with pytest.raises(ConfigError, match="--kvc-budget 200000 has no effect"):
+        check_pool(resolve(policy="prune", budget="200000"), layers=32, heads=8, head_dim=128)
+
+
+def test_lag_of_policy_is_named_as_its_default():
+    with pytest.raises(ConfigError, match="--kvc-lag 192, the default of policy lazy-eviction, is out of range"):
+        resolve(policy="lazy-eviction", window=256)
+    with pytest.raises(ConfigError, match="--kvc-lag 128 is out of range"):
+        resolve(policy="lazy-eviction", window=256, lag=128)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_settings_round_trip_as_text(policy, statistics):
     """The settings that a server reports start an equal server."""

@@ -114,10 +114,10 @@ ALL = {
     "kvc_alpha_high": 1.5,
     "kvc_alpha_low": 0.1,
     "kvc_observe": "16",
-    "kvc_page_bytes": 4096,
+    "kvc_page_bytes": 4608,
     "kvc_memory": "64MiB",
 }
-RESOLVED = KvcConfig("leankv", "k8v8", "k4v4", 32, 128, 0.5, 1.5, 0.1, ScoreSampling(16), 4096, 64 << 20)
+RESOLVED = KvcConfig("leankv", "k8v8", "k4v4", 32, 128, 0.5, 1.5, 0.1, ScoreSampling(16), 4608, 64 << 20)
 
 
 def flags(options: dict) -> list[str]:
@@ -146,7 +146,7 @@ def test_flags_compose_policy(parse):
         "kvc_policy": "prune",
         "kvc_scorer": "snapkv:window=64,pool=5",
         "kvc_share": "ada:floor=0.3",
-        "kvc_budget": "1200",
+        "kvc_budget": "200",
         "kvc_sinks": 8,
     }
     args = parse("--kv-backend", "kvc", *flags(given))

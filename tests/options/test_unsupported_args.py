@@ -14,11 +14,14 @@ from sglang_kvc.options.conflicts import (
     check_disk,
     check_dp_attention,
     check_eviction,
+    check_hierarchical,
     check_host_memory,
+    check_host_size,
     check_memory,
     check_memory_saver,
     check_storage,
     host_memory_of,
+    ranks_per_host,
 )
 from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.options.start import _check_storage
@@ -211,12 +214,42 @@ def test_ignored_arguments_are_reported(stock):
 def test_host_memory_options_of_hierarchical_cache_are_checked(stock):
     args = {**stock, "enable_hierarchical_cache": True}
     assert host_memory_of(SimpleNamespace(**{**args, "hicache_size": 64})) == "64GB"
-    for changes in ({}, {"hicache_ratio": 2.0}, {"hicache_size": 64, "hicache_host_memory_mode": "buffer_only"}):
+    for changes in ({}, {"hicache_ratio": 2.0}):
         with pytest.raises(ConfigError) as e:
             host_memory_of(SimpleNamespace(**{**args, **changes}))
         assert "--kvc-host-memory" in one_sentence(str(e.value))
     (warning,) = ignored_warnings(SimpleNamespace(**{**args, "hicache_write_policy": "write_back"}), cpu=False)
     assert "--hicache-write-policy" in one_sentence(warning)
+
+
+@pytest.mark.parametrize(
+    "host_memory, changes, named",
+    [
+        (0, {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        (8 * 10**9, {"hicache_size": 64}, "--hicache-size 64"),
+        (8 * 10**9, {"hicache_host_memory_mode": "buffer_only"}, "--hicache-host-memory-mode"),
+    ],
+)
+def test_host_memory_conflicts_with_hierarchical_cache(stock, host_memory, changes, named):
+    config = KvcConfig(host_memory=host_memory)
+    check_hierarchical(config, SimpleNamespace(**stock))
+    check_hierarchical(KvcConfig(host_memory=64 * 10**9), SimpleNamespace(**{**stock, "hicache_size": 64}))
+    with pytest.raises(ConfigError) as e:
+        check_hierarchical(config, SimpleNamespace(**{**stock, **changes}))
+    assert named in one_sentence(str(e.value))
+
+
+def test_host_memory_of_all_ranks_must_fit(stock):
+    ranks = [
+        ranks_per_host(SimpleNamespace(**{**stock, "tp_size": 8, **changes}))
+        for changes in ({}, {"nnodes": 2}, {"dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True})
+    ]
+    assert ranks == [8, 4, 16, 8]
+    config = KvcConfig(host_memory=64 * 10**9)
+    check_host_size(config, 8, 512e9)
+    with pytest.raises(ConfigError) as e:
+        check_host_size(config, 8, 500e9)
+    assert "64 GB on each of 8 ranks" in one_sentence(str(e.value)) and "--kvc-host-memory" in str(e.value)
 
 
 @pytest.mark.parametrize("changes", [{"disable_radix_cache": True}, {"radix_eviction_policy": "slru"}])
