@@ -20,6 +20,7 @@ from ..cache.blocks import State
 from ..cache.disk_store import DiskStore
 from ..cache.disk_tier import DiskTier, Fetch, Lookup
 from ..cache.identity import identity
+from ..options.conflicts import ranks_per_host
 from ..options.request_quality import is_private
 from .backend_store import BackendStore, backend_settings
 from .block_key import BlockKey
@@ -54,7 +55,9 @@ class DiskCache(HostCache):
         config = self.runtime.config
         store: BlockStore | None = None
         if config.disk is not None:
-            store = files = DiskStore(config.disk, identity(self.runtime), config.disk_size)
+            store = files = DiskStore(
+                config.disk, identity(self.runtime), config.disk_size, ranks_per_host(server_args)
+            )
             logger.info(
                 "kvc: %s holds %d blocks in %.2f GiB and may hold %.2f GiB",
                 files.folder, len(files), files.num_bytes / 2**30, files.limit / 2**30,

@@ -18,18 +18,19 @@ from .block_store import HEADER_BYTES, Stored, header, parse_header
 logger = logging.getLogger("sglang_kvc")
 
 SUFFIX = ".kvc"
-DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files, if no size is given
+DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files, if no limit is given
 
 
 class DiskStore:
     """A `BlockStore` in `folder`, at most `limit` bytes of files; the least recently used ones go first.
 
-    Files of another identity stay for the server that wrote them. The methods may be called by several threads.
+    Without a limit, the stores of the `ranks` ranks of this host share most of the free space. Files of another
+    identity stay for the server that wrote them. The methods may be called by several threads.
     """
 
     threads, local = 4, True
 
-    def __init__(self, folder: str | Path, identity: bytes, limit: int | None = None):
+    def __init__(self, folder: str | Path, identity: bytes, limit: int | None = None, ranks: int = 1):
         self.folder = Path(folder) / identity.hex()[:16]
         with contextlib.suppress(OSError):  # the first write tries again and logs the error
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -40,8 +41,8 @@ class DiskStore:
         self._writing: set[bytes] = set()  # keys that are being written; `num_bytes` counts their files
         self._sizes: OrderedDict[bytes, int] = OrderedDict(sorted_files(self.folder))
         self.num_bytes = sum(self._sizes.values())
-        free = shutil.disk_usage(folder).free + self.num_bytes
-        self.limit = int(free * DEFAULT_SHARE) if limit is None else limit
+        room = shutil.disk_usage(folder).free / ranks + self.num_bytes
+        self.limit = int(room * DEFAULT_SHARE) if limit is None else limit
         self._make_room()  # an earlier server may have had a higher limit
 
     def of(self, identity: bytes) -> DiskStore:

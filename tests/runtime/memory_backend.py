@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
+from .model import ONE_RANK
+
 PLACES: dict[str, dict[str, bytes]] = {}  # records that outlive a server, by the setting `place`
 
 
@@ -108,4 +110,6 @@ class BadBackend(MemoryBackend):
 def server_args(place: str) -> SimpleNamespace:
     """Arguments of a server that stores its blocks in `place`."""
     names = {"module_path": __name__, "class_name": "MemoryBackend", "backend_name": "memory", "place": place}
-    return SimpleNamespace(hicache_storage_backend_extra_config=json.dumps(names), file_storage_path=None)
+    return SimpleNamespace(
+        **vars(ONE_RANK), hicache_storage_backend_extra_config=json.dumps(names), file_storage_path=None
+    )

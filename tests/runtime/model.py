@@ -33,6 +33,7 @@ from sglang_kvc.policies import Prune, make_policy
 
 P, L, H, D = 64, 2, 2, 32
 ROWS, CONTEXT = 8, 1024
+ONE_RANK = SimpleNamespace(tp_size=1, dp_size=1, nnodes=1, enable_dp_attention=False)  # of a server's arguments
 
 
 def make_runtime(blocks: int = 12, **options) -> Runtime:

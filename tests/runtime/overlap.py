@@ -40,7 +40,7 @@ from sglang_kvc.options.request_quality import PARAMETER
 
 from . import record
 from .audit import check_device, check_reads, check_records
-from .model import CONTEXT, ROWS, H, L, P
+from .model import CONTEXT, ONE_RANK, ROWS, H, L, P
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ class Overlap(ModelFreeScheduler):
         super().__init__(pool, allocator, tree, rows=ROWS, page_size=P, chunk=chunk)
         self.policy, self.processed_tokens_counter = SchedulePolicy(order, tree, False, False, False), 0
         if runtime.config.host_memory:
-            tree.init_hicache(server_args, None)
+            tree.init_hicache(server_args or ONE_RANK, None)
             self.enable_hierarchical_cache = True
             runtime.host_tier.arrived = self._arrived
             tree._make_room = self._make_room

@@ -8,6 +8,7 @@ import resource
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,6 +106,13 @@ def test_smaller_limit_applies_at_start(tmp_path):
     store = DiskStore(tmp_path, MODEL, limit=2 * size)
     assert len(store) == len(list(store.folder.rglob("*.kvc"))) == 2 and store.num_bytes == 2 * size
     assert not len(DiskStore(tmp_path, MODEL, limit=0)) and not list(store.folder.rglob("*.kvc"))
+
+
+def test_ranks_share_free_space(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    assert DiskStore(tmp_path, MODEL).limit == 8 * 10**8
+    assert DiskStore(tmp_path, MODEL, ranks=8).limit == 10**8
+    assert DiskStore(tmp_path, MODEL, limit=10**7, ranks=8).limit == 10**7  # of each rank
 
 
 def test_failed_write_loses_only_its_file(tmp_path, monkeypatch, caplog):

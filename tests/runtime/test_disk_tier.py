@@ -20,7 +20,7 @@ from sglang_kvc.cache.block_store import Stored
 from sglang_kvc.cache.disk_store import DiskStore
 from sglang_kvc.cache.disk_tier import DiskTier, Fetch
 
-from .model import P, ToyServer, make_runtime
+from .model import ONE_RANK, P, ToyServer, make_runtime
 from .test_disk_store import MODEL, OTHER, key_of
 from .test_starved import Threads
 
@@ -130,7 +130,7 @@ def test_eviction_succeeds_when_host_memory_is_full(tmp_path):
     """A node whose children are being read from files is dropped like any other, and the data read is discarded."""
     server = ToyServer(high="k4v4", window=0, host_memory=30_000, disk=str(tmp_path), disk_size=1 << 20)
     tree = server.tree
-    tree.init_hicache(None, None)
+    tree.init_hicache(ONE_RANK, None)
     server.finish(server.admit([*range(P), 1]))
     (node,) = tree.root_node.children.values()
     tier = tree.host_tier
@@ -157,7 +157,7 @@ def test_pass_without_forward_waits_for_reads(tmp_path, monkeypatch, idle):
     """The threads that read get the interpreter's lock meanwhile."""
     server = ToyServer(high="k4v4", window=0, host_memory=30_000, disk=str(tmp_path), disk_size=1 << 20)
     tree = server.tree
-    tree.init_hicache(None, None)
+    tree.init_hicache(ONE_RANK, None)
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", server.runtime)
     fetch = Fetch(tree.host_tier.reserve([100]), [], [], 0)
     fetch.reads = [Future()]
@@ -172,7 +172,7 @@ def test_weight_update_without_flush_stops_writes(tmp_path, monkeypatch):
     """Blocks of two sets of weights are in the cache: nothing goes to files until it is flushed."""
     server = ToyServer(high="k4v4", window=0, host_memory=200_000, disk=str(tmp_path), disk_size=1 << 20)
     tree = server.tree
-    tree.init_hicache(None, None)
+    tree.init_hicache(ONE_RANK, None)
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", server.runtime)
 
     def files_of_a_prompt() -> int:

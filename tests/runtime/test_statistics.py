@@ -14,7 +14,7 @@ from sglang_kvc.cache.blocks import State
 from sglang_kvc.stats import collect
 from sglang_kvc.stats.collect import figures, measure
 
-from .model import H, L, P, ToyServer
+from .model import ONE_RANK, H, L, P, ToyServer
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_frequent_snapshots_take_at_most_tenth_of_time(clock):
 
 def test_snapshot_after_tier_was_emptied_is_new(clock, tmp_path):
     server = ToyServer(high="k4v4", window=0, host_memory=200_000, disk=str(tmp_path), disk_size=1 << 20)
-    server.tree.init_hicache(None, None)
+    server.tree.init_hicache(ONE_RANK, None)
     for number, empty in enumerate((server.tree.clear_storage_backend, server.tree.reset), start=1):
         assert [internal_state.snapshot(server.runtime)["made"] for _ in range(2)] == [number, number]
         empty()
