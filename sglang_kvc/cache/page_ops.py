@@ -84,14 +84,13 @@ class PageOps:
         """Rank the tokens of each head, let the pages of all heads compete, and pack the winners."""
         store, layout, plan, p = self.store, self.store.layout, op.plan, self.store.layout.block_tokens
         blocks, page_tokens = store.upload(op.blocks), layout.page(store.block_formats[op.to_format].high).tokens
-        best, worth = [], []
-        for pooled in self._pooled_scores(op, blocks, 0, op.full * p):
-            ranked = ops.ranked_tokens(pooled, plan.kept_blocks * p, page_tokens, SINKS, plan.last)
-            best.append(ranked[0])
-            worth.append(ranked[1])
+        best, worth = self._token_table(plan.kept_blocks * p), []
+        for rows, pooled in self._pooled_scores(op, blocks, 0, op.full * p):
+            best[rows], page_worth = ops.ranked_tokens(pooled, best.shape[1], page_tokens, SINKS, plan.last)
+            worth.append(page_worth)
         pages = ops.sequence_quota(torch.cat(worth), plan.pages, plan.floor).view(layout.layers, layout.heads)
         ops.pack_kept(
-            store, blocks[: op.full], plan.kept_blocks, op.to_format, torch.cat(best).unflatten(0, pages.shape), pages,
+            store, blocks[: op.full], plan.kept_blocks, op.to_format, best.unflatten(0, pages.shape), pages,
             packed=op.packed, into=store.upload(op.into),
         )  # fmt: skip
         self.gaps.open(op.row, plan.kept_blocks, op.gap)
@@ -101,27 +100,36 @@ class PageOps:
         first tokens of the prompt always stay, for the final competition."""
         store, layout, p = self.store, self.store.layout, self.store.layout.block_tokens
         blocks, into = store.upload(op.blocks), store.upload(op.into)
-        fmt, end, best = store.block_formats[op.to_format].high, op.packed + op.count, []
-        for pooled in self._pooled_scores(op, blocks, op.packed * p, end * p):
-            best.append(ops.ranked_tokens(pooled, len(into) * p, p, 0 if op.packed else SINKS, 0)[0])
+        fmt, end, best = store.block_formats[op.to_format].high, op.packed + op.count, self._token_table(len(into) * p)
+        for rows, pooled in self._pooled_scores(op, blocks, op.packed * p, end * p):
+            best[rows] = ops.ranked_tokens(pooled, best.shape[1], p, 0 if op.packed else SINKS, 0)[0]
         pages = torch.full((layout.layers, layout.heads), len(into) * layout.pages_for(fmt, p), device=store.device)
         ops.pack_kept(
-            store, blocks[op.packed : end], len(into), op.to_format, torch.cat(best).unflatten(0, pages.shape), pages,
-            into=into,
+            store, blocks[op.packed : end], len(into), op.to_format, best.unflatten(0, pages.shape), pages, into=into
         )
         self.gaps.open(op.row, op.packed + len(into), op.gap)
 
+    def _token_table(self, tokens: int) -> torch.Tensor:
+        """Memory for the ranked tokens of all heads, int32 `[L * H, tokens]`."""
+        layout = self.store.layout
+        return torch.empty((layout.layers * layout.heads, tokens), dtype=torch.int32, device=self.store.device)
+
     def _pooled_scores(
         self, op: PackPrompt | Thin, blocks: torch.Tensor, first: int, end: int
-    ) -> Iterator[torch.Tensor]:
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Scores `[n * H, end - first]` of the tokens first .. end - 1 with those of their neighbors, for n layers at a
-        time. Sinks are always kept, and the attention they draw says nothing about the tokens after them."""
-        for layers in op.queries.groups(max(1, RANKED_SCORES // (self.store.layout.heads * op.tokens))):
+        time, and the rows of these layers' heads among all. Sinks are always kept, and the attention they draw says
+        nothing about the tokens after them."""
+        heads = self.store.layout.heads
+        for layers in op.queries.groups(max(1, RANKED_SCORES // (heads * op.tokens))):
             scores = ops.prompt_scores(
                 self.store, layers, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
             ).flatten(0, 1)
             scores[:, :SINKS].zero_()
-            yield ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)[:, first:end]
+            pooled = ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)
+            del scores  # not needed while this group is ranked
+            yield slice(layers.start * heads, layers.stop * heads), pooled[:, first:end]
+            del pooled
 
     def _compact(self, op: Compact, step: int) -> list[PendingCounts]:
         """Plan and move, in waves whose destination pages fit the reserve."""

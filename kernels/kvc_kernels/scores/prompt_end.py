@@ -16,6 +16,9 @@ from ..common.softmax import MAX_ELEMENTS, query_weights
 from ..compact.reference import read_bf16
 from ..store import PageStore
 
+# Upper bound of the elements of a temporary. A CPU maps the pages of a larger one anew each time it is allocated.
+STEP_ELEMENTS = {"cpu": 1 << 20, "cuda": MAX_ELEMENTS}
+
 
 class LastQueries:
     """The last w query rows of one prompt in every layer, model dtype `[L, w, Hq, D]`, however it is chunked."""
@@ -68,7 +71,7 @@ def prompt_scores(
     table = store.table[blocks, layers].flatten(1, 2).transpose(0, 1)  # [n * H, nb, E]
     headers = store.headers[blocks[:packed], layers].flatten(1, 2).transpose(0, 1)
     q_rows = rows.transpose(1, 2).flatten(0, 1)  # [n * Hq, w, D]
-    step = max(1, MAX_ELEMENTS // (tokens * max(layout.head_dim, group * window)))
+    step = max(1, STEP_ELEMENTS[store.device.type] // (tokens * max(layout.head_dim, group * window)))
     out = torch.empty((heads, tokens), device=store.device)
     for at in range(0, heads, step):
         end = min(at + step, heads)

@@ -71,3 +71,17 @@ def test_the_gpu_does_what_the_cpu_does(before):
     want, _, right = packed("cpu", before)
     torch.testing.assert_close(scores, want, rtol=2e-3, atol=1e-6)
     assert digests == right
+
+
+def test_ranking_of_many_heads_never_makes_host_wait():
+    """PyTorch sorts 128 rows and more in another way than few."""
+    scores = torch.rand(160, 5000, generator=torch.Generator().manual_seed(1)).cuda()
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        pooled = ops.carry_scores(ops.pool_scores(scores, 7), 48, 0.1)
+        best, worth = ops.ranked_tokens(pooled, 1024, 64, 4, 8)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    want, want_worth = ops.ranked_tokens(pooled.cpu(), 1024, 64, 4, 8)
+    assert torch.equal(best.cpu(), want) and torch.equal(worth.cpu(), want_worth)

@@ -28,7 +28,7 @@ def slow_scores(q, k, scale, cap):
 @pytest.mark.parametrize("elements", [1 << 23, 1])  # all heads at once, one at a time
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_scores_are_squared_attention(monkeypatch, cap, elements):
-    monkeypatch.setattr(prompt_end, "MAX_ELEMENTS", elements)
+    monkeypatch.setitem(prompt_end.STEP_ELEMENTS, "cpu", elements)
     store, tokens = make_store(block_tokens=P, layers=2, heads=2), 3 * P + 5
     blocks = torch.tensor([4, 1, 6, 2])
     k, v = random_kv(store, tokens)
