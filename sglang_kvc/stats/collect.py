@@ -103,7 +103,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         bytes=bytes_of(used),
         packed_tokens=int(blocks.num_tokens[packed].sum()),
         packed_bytes=bytes_of(packed),
-        block_ids_total=blocks.num_blocks,
+        block_ids_total=blocks.num_blocks - 1,  # without the scratch block
         block_ids_free=blocks.free_count,
         blocks_by_format=by_format,
         tokens_by_tier=tiers,

@@ -116,7 +116,7 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
         ("tokens resident", f"{s.tokens} ({s.packed_tokens} packed)"),
         ("memory", f"{_size(s.bytes)} in use, all metadata counted"),
         ("pages", f"{s.pages_free} of {s.pages_total} free, {s.page_bytes} bytes each"),
-        ("block ids", f"{s.block_ids_free} of {s.block_ids_total} free"),
+        *([("block ids", f"{s.block_ids_free} of {s.block_ids_total} free")] if s.block_ids_total else []),
         ("blocks", ", ".join(f"{n} {name}" for name, n in s.blocks_by_format.items()) or "none"),
     ]
     shares = s.tier_shares
