@@ -104,7 +104,7 @@ def size_server(
     Raises ValueError, in one sentence, when not even `MIN_BLOCKS` uncompressed blocks fit.
     """
     row_bytes = 2 * layout.heads * layout.head_dim * itemsize
-    inexact_ratio = min(INEXACT_BLOCK_RATIO, policy.max_block_ratio(layout))
+    inexact_ratio = min(INEXACT_BLOCK_RATIO, policy.assumed_block_ratio(layout))
     least_ratio = 1.0 if config.one_shot is None else INEXACT_BLOCK_RATIO
     stages = config.window and policy.fake_quant_format(policy.format_id_of(None)) is not None
 

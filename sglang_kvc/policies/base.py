@@ -140,9 +140,10 @@ class Policy:
         """Storage of a block from high to low; format id 0 is uncompressed. ValueError when the settings allow none."""
         raise NotImplementedError
 
-    def max_block_ratio(self, layout: PoolLayout) -> float:
-        """Maximum number of packed blocks that share the memory of an uncompressed one, where the data decide their
-        size; inf: unknown. If blocks are smaller, the pool runs short of block ids before it runs short of pages."""
+    def assumed_block_ratio(self, layout: PoolLayout) -> float:
+        """Number of packed blocks that are assumed to take the memory of an uncompressed one, where the data decide
+        their size; inf: unknown. If blocks are smaller, the pool runs short of block ids before it runs short of
+        pages."""
         return math.inf
 
     def format_id_of(self, level: str | None) -> int:

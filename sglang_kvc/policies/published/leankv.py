@@ -63,9 +63,9 @@ class LeanKV(Policy):
         uncompressed = BlockFormat(BF16, pages=layout.block_pages_bf16)
         return (uncompressed, BlockFormat(high, low, pages=pages, exact=False), *unplanned)
 
-    def max_block_ratio(self, layout: PoolLayout) -> float:
-        # As if every kept token were low. The factor covers the shares that docs/quality.md has of pruned tokens, for
-        # thresholds up to 0.1.
+    def assumed_block_ratio(self, layout: PoolLayout) -> float:
+        # As if every token were low, times a factor for pruned tokens. That suffices for all rows of docs/quality.md,
+        # with thresholds up to 0.1, because kept tokens are partly high.
         return layout.block_pages_bf16 / layout.block_pages(FORMATS[self.low]) * (1 + 3 * self.alpha_low)
 
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
