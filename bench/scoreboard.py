@@ -29,7 +29,7 @@ from bench.tables.text import keyed, points_lost, short, shown
 
 LENGTH = 2048  # tokens of the contexts whose figures are shown
 OUT = RESULTS / "scoreboard.json"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "kernels").glob("*.md")))
 MARK = "<!-- scoreboard -->"
 FIGURE = re.compile(r"<!--= (?P<name>\S+)(?: (?P<path>\S+) (?P<format>\S+))? -->.*?<!--/-->", re.DOTALL)
 # Preset's name of a figure -> original name.
