@@ -66,9 +66,10 @@ def _replayed(path: Path, card_name: str) -> list[str]:
         f"{workload} in a closed loop on one {card_name}. Each cell gives the prefix-cache hit rate by "
         f"tokens, the p50 / p90 time to the first token in seconds, and the p90 time per output token in milliseconds. "
         f"The last column has the most agents within 2 s and 25 ms. Each server has the KV memory of "
-        f"{settings['tokens']:,} bf16 tokens; `kvc tiers` and SGLang's hierarchical cache (`hicache`) have "
-        f"{settings['host_gb']} GB of host memory. {lengths} "
-        f"A cache that forgets nothing finds {100 * settings['endless']:.0f} % of the tokens. The weights are random. "
+        f"{settings['tokens']:,} bf16 tokens; `kvc` is `k4v4`, and `kvc tiers` (with --kvc-host-memory) and "
+        f"SGLang's hierarchical cache (`hicache`) have {settings['host_gb']} GB of host memory. {lengths} "
+        f"An endless cache, which never evicts, finds {100 * settings['endless']:.0f} % of the tokens of all sessions; "
+        f"a point covers some of them. The weights are random. "
         f"Each point covers {settings['seconds']:g} s after the ramp-up "
         f"({record['commit'][:7]}, n = 1)."
     )

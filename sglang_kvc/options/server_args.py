@@ -83,15 +83,15 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         str | None,
         _option(
             "Page format of the less important tokens, of fewer bits than --kvc-high. Policy prune then keeps them "
-            "instead of dropping them. Default: k4v2 with policy leankv, k2v2 with mikv, else none."
+            "instead of dropping them. Default: k4v2 with policies leankv and arkv, k2v2 with mikv, else none."
         ),
         NS("memory"),
     ] = None
     kvc_window: A[
         int | None,
         _option(
-            "Recent window: number of latest tokens of a sequence that stay uncompressed. Default: 64; 0 with policy "
-            "quantise, whose answers then do not depend on the prefix cache.",
+            "Recent window: number of latest tokens of a sequence that stay uncompressed. Default: 64; 128 with "
+            "policy minikv; 0 with quantise, safe and balanced, whose answers then do not depend on the prefix cache.",
             number=True,
         ),
         NS("memory"),
@@ -126,7 +126,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         str | None,
         _option(
             "Policy prune, instead of --kvc-keep: target size of packed tokens, all metadata included. Either a "
-            "compression ratio to bf16, like 4x, or bytes per token on each GPU, like 1200."
+            "compression ratio to bf16, like 4x, or bytes per token over all layers of a rank, like 20000."
         ),
         NS("memory"),
     ] = None
@@ -148,7 +148,10 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     ] = None
     kvc_sinks: A[
         int | None,
-        _option("Policy prune: first tokens of a sequence that are never dropped. Default: 4.", number=True),
+        _option(
+            "Policy prune: first tokens of a sequence that are never dropped. Default: 4; 0 with quota and max.",
+            number=True,
+        ),
         NS("memory"),
     ] = None
     kvc_levels: A[
@@ -190,8 +193,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         str | None,
         _option(
             "Policy quantise: budget of the prompts of all requests that name no quality: a compression ratio to bf16 "
-            "up to 64x, like 16x, or the tokens that a head keeps on average, like 1024. Such a prompt shares no "
-            'block. custom_params {"kvc": "k4v4"} asks for the server\'s format instead. Default: none.'
+            "up to 64x, like 16x, or the tokens that a head keeps on average, 65 or more, like 1024. Such a prompt "
+            'shares no block. custom_params {"kvc": "k4v4"} asks for the server\'s format instead. Default: none.'
         ),
         NS("memory"),
     ] = None
@@ -251,8 +254,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_memory: A[
         str | None,
         _option(
-            "Memory for the KV cache and all its tables, like 4GB or 512MiB. Default: sized by --mem-fraction-static, "
-            f"as in SGLang; {MEMORY_CPU} on the CPU."
+            "Memory on each rank for the KV cache and all its tables, like 4GB or 512MiB. Default: sized by "
+            f"--mem-fraction-static, as in SGLang; {MEMORY_CPU} on the CPU."
         ),
         NS("memory"),
     ] = None
@@ -290,8 +293,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_disk_size: A[
         str | None,
         _option(
-            "Maximum bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of the space that is free or "
-            "taken by its files at start."
+            "Maximum bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of its files and of a "
+            "rank's part of the free space at start."
         ),
         NS("memory"),
     ] = None
