@@ -83,7 +83,7 @@ def stock(*extra: str) -> list[str]:
 def kvc_settings(name: str) -> dict[str, str]:
     """Settings from a name: a page format, or a policy and its settings like `snapkv+budget=4x+high=k4v4`."""
     head, *settings = name.split("+")
-    out = {"policy": "quantise", "high": head} if head in FORMATS else {"policy": head}
+    out = {"policy": "quantize", "high": head} if head in FORMATS else {"policy": head}
     return out | {k.replace("-", "_"): v for k, v in (setting.split("=", 1) for setting in settings)}
 
 
@@ -94,7 +94,7 @@ def kvc(
     must set it. shared: requests without a salt share prefixes under every policy."""
     args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), *(["--kvc-memory", memory] if memory else [])]
     settings = kvc_settings(name)
-    if shared and settings["policy"] != "quantise":
+    if shared and settings["policy"] != "quantize":
         settings = {"trust": "all"} | settings
     for option, value in settings.items():
         args += ["--kvc-" + option.replace("_", "-"), value]

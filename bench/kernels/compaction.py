@@ -223,16 +223,16 @@ def scores(rows: list[dict], batch: int) -> dict[str, tuple[float, str]]:
         return {}
     by_blocks = {r["blocks"]: r for r in moves if r["format"] == moves[0]["format"]}
     prompt, out = by_blocks[max(by_blocks)], {}
-    out["compaction.prefill_overhead"] = (prompt["ms"] / model["prefill"], "share of a modelled prefill")
+    out["compaction.prefill_overhead"] = (prompt["ms"] / model["prefill"], "share of a modeled prefill")
     if 1 in by_blocks:
         # Blocks fill at random steps, so a move usually has one block. `step`: time in which the batch fills one block.
         one, step = by_blocks[1], model["decode step"] * by_blocks[1]["block_tokens"] / batch
-        out["compaction.decode_overhead"] = (one["ms"] / step, "share of a modelled decode step")
+        out["compaction.decode_overhead"] = (one["ms"] / step, "share of a modeled decode step")
         exposed = max(one["ms"], one["launch_ms"]) / step
-        out["compaction.decode_overhead_exposed"] = (exposed, "share of a modelled decode step, launches not hidden")
+        out["compaction.decode_overhead_exposed"] = (exposed, "share of a modeled decode step, launches not hidden")
         for r in (r for r in moves if r["blocks"] == 1 and "again_ms" in r):
             parts = sum(r[key] for key in ("ms", "plan_ms", "plan_again_ms", "again_ms"))
-            unit = "share of a modelled decode step, packed again once"
+            unit = "share of a modeled decode step, packed again once"
             out["compaction.leankv_decode_overhead"] = (parts / step, unit)
     return out
 

@@ -233,10 +233,10 @@ def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
     times = {r["name"]: r["ms"] for r in rows if r["case"] == "score"}
     if len(times) > 1:
         prefill = times["prefill of one layer"]
-        out["score.prefill_overhead"] = (times["window 64"] / prefill, "share of a modelled prefill, window 64")
+        out["score.prefill_overhead"] = (times["window 64"] / prefill, "share of a modeled prefill, window 64")
         for name, short in (("all", "all"), ("one in 16", "sampled")):
             if name in times:
-                unit = f"share of a modelled prefill, queries: {name}"
+                unit = f"share of a modeled prefill, queries: {name}"
                 out[f"score.prefill_overhead_{short}"] = (times[name] / prefill, unit)
     steps = {r["name"]: r["ms"] for r in rows if r["case"] == "score decode"}
     if (sampled := f"one step in {DECODE_STRIDE}") in steps:

@@ -126,7 +126,7 @@ def _family(name: str) -> str:
     policy = name.split("+")[0]
     if "@" in name:
         return name.split("@")[1].partition(":")[0]
-    return "quantise" if policy == "bf16" or re.fullmatch(r"k\d+v\d+", policy) else policy
+    return "quantize" if policy == "bf16" or re.fullmatch(r"k\d+v\d+", policy) else policy
 
 
 def main() -> None:

@@ -67,10 +67,10 @@ def by_model(pattern: str) -> dict[str, dict]:
 
 def key_groups() -> str:
     """Table of keys per channel in groups of tokens."""
-    return quantisers("quality/key_groups_{}.json")
+    return quantizers("quality/key_groups_{}.json")
 
 
-def quantisers(pattern: str = "quality/quantisers_{}.json") -> str:
+def quantizers(pattern: str = "quality/quantizers_{}.json") -> str:
     """Table of quantization methods with the KL of each model (mean, p99)."""
     kl = {m: {(r["side"], r["name"]): r for r in n["rows"]} for m, n in by_model(pattern).items()}
     rows = []
@@ -336,7 +336,7 @@ def _marks(row: dict) -> str:
     return " / ".join(f"{100 * row[t]['em']:.1f}" for t in findings.TASKS)
 
 
-SECTIONS = {"quantisers": quantisers, "formats": formats, "presets": presets, "longer": longer, "policies": policies}
+SECTIONS = {"quantizers": quantizers, "formats": formats, "presets": presets, "longer": longer, "policies": policies}
 SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything, "generation": generation}
 SECTIONS |= {"key-groups": key_groups, "one-shot": one_shot, "protocols": protocols}
 

@@ -42,7 +42,7 @@ GAUGES = {
     "disk_damaged": ("Damaged files since start.", lambda s: s.disk_damaged),
 }
 # name -> (description, extra label, values of KvcStats by label)
-LABELLED_GAUGES = {
+LABELED_GAUGES = {
     "blocks": ("Blocks in use, by block format.", "format", lambda s: s.blocks_by_format),
     "tier_share": ("Share of (layer, head, token) triples in each tier.", "tier", lambda s: s.tier_shares),
 }
@@ -56,9 +56,9 @@ class Gauges:
             name: gauge_cls(PREFIX + name, doc, labelnames=labelnames, multiprocess_mode="mostrecent")
             for name, (doc, _) in GAUGES.items()
         }
-        self.labelled = {
+        self.labeled = {
             name: gauge_cls(PREFIX + name, doc, labelnames=(*labelnames, extra), multiprocess_mode="mostrecent")
-            for name, (doc, extra, _) in LABELLED_GAUGES.items()
+            for name, (doc, extra, _) in LABELED_GAUGES.items()
         }
 
     def set(self, stats, labels: dict[str, str]) -> None:
@@ -66,9 +66,9 @@ class Gauges:
             value = read(stats)
             if value is not None:
                 self.plain[name].labels(**labels).set(value)
-        for name, (_, extra, read) in LABELLED_GAUGES.items():
+        for name, (_, extra, read) in LABELED_GAUGES.items():
             for label, value in read(stats).items():
-                self.labelled[name].labels(**labels, **{extra: label}).set(value)
+                self.labeled[name].labels(**labels, **{extra: label}).set(value)
 
 
 # prometheus_client accepts a name once per process, for any number of collectors.

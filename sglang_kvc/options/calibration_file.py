@@ -27,15 +27,15 @@ def findings_of(path: str) -> Findings | None:
 def defaults_of(policy: str, options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Settings that the file measured for this model, to replace the policy's own defaults `options`.
 
-    The recommended format for `quantise`; for `leankv` both thresholds, if its formats are those that they were
+    The recommended format for `quantize`; for `leankv` both thresholds, if its formats are those that they were
     measured with. Settings in `given` are the user's and stay.
     """
-    if given.get("calibration") is None or policy not in ("quantise", "leankv"):
+    if given.get("calibration") is None or policy not in ("quantize", "leankv"):
         return {}
     findings = findings_of(given["calibration"])
     if findings is None:
         return {}
-    if policy == "quantise":
+    if policy == "quantize":
         if "high" in given:
             return {}
         if findings.recommended == BF16.name:

@@ -23,7 +23,7 @@ RADIX, REUSE = EVICTIONS = ("radix", "reuse")
 class KvcConfig:
     """The resolved settings of one server, all parsed."""
 
-    policy: str = "quantise"
+    policy: str = "quantize"
     high: str = "k4v4"  # page format of the important tokens, or of all
     low: str | None = None  # page format of the other tokens; None: one packed format
     window: int = 0  # latest tokens of a sequence that stay uncompressed

@@ -173,7 +173,7 @@ def check_dp_attention(args: Any, config: KvcConfig) -> None:
         raise ConfigError(
             f"--enable-dp-attention cannot be served with --kvc-policy {config.policy}, because a decode step runs "
             f"as a prefill where another rank prefills, and both count attention scores differently; use --kvc-policy "
-            f"quantise, or --tp-size without it."
+            f"quantize, or --tp-size without it."
         )
 
 

@@ -23,7 +23,7 @@ from sglang_kvc.policies import LOSSLESS, POLICIES
 
 PARAMETER = "kvc"
 ELASTIC = re.compile(r"(?:^|\|)elastic_ep_size=\d+$")
-ONE_SHOT_NEEDS = "policy quantise, safe or balanced in a packed format, --kvc-window 0 and --kvc-allow-one-shot true"
+ONE_SHOT_NEEDS = "policy quantize, safe or balanced in a packed format, --kvc-window 0 and --kvc-allow-one-shot true"
 
 
 def offered(config: KvcConfig) -> tuple[str, ...]:

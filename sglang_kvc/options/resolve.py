@@ -64,14 +64,14 @@ def _check_unread(policy: str, given: dict[str, Any]) -> None:
 
 
 def _uncompressed(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a server that packs nothing. The policy is then always `quantise`, because there is nothing to
+    """Settings of a server that packs nothing. The policy is then always `quantize`, because there is nothing to
     decide."""
-    for option in sorted((set(policy_options(given["policy"])) - set(policy_options("quantise"))) & set(given)):
+    for option in sorted((set(policy_options(given["policy"])) - set(policy_options("quantize"))) & set(given)):
         raise ConfigError(
             f"{flag(option)} has no effect with {flag('high')} {BF16.name}, which compresses and drops nothing; "
             f"drop one of them."
         )
-    return {**given, "policy": "quantise"}
+    return {**given, "policy": "quantize"}
 
 
 # ---- text to values

@@ -62,8 +62,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_policy: A[
         str | None,
         _option(
-            f"Which tokens are kept, and at which precision: {listed(POLICIES)}. 'quantise' (default) keeps every "
-            "token in one format; 'safe' and 'balanced' are 'quantise' in k8v4 and k4v4. 'prune' keeps a fixed share "
+            f"Which tokens are kept, and at which precision: {listed(POLICIES)}. 'quantize' (default) keeps every "
+            "token in one format; 'safe' and 'balanced' are 'quantize' in k8v4 and k4v4. 'prune' keeps a fixed share "
             "of the pages: those that --kvc-scorer ranks first, allocated by --kvc-share. 'leankv' keeps, demotes or "
             "drops each token of each head by its attention score. All other names are presets of 'prune'. 'leankv' "
             "and scorers that collect attention scores use later tokens of the request that fills a block; --kvc-trust "
@@ -91,7 +91,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         int | None,
         _option(
             "Recent window: number of latest tokens of a sequence that stay uncompressed. Default: 64; 128 with "
-            "policy minikv; 0 with quantise, safe and balanced, whose answers then do not depend on the prefix cache.",
+            "policy minikv; 0 with quantize, safe and balanced, whose answers then do not depend on the prefix cache.",
             number=True,
         ),
         NS("memory"),
@@ -157,7 +157,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_levels: A[
         str | None,
         _option(
-            "Policy quantise: formats, separated by commas, that single requests may ask for instead, with "
+            "Policy quantize: formats, separated by commas, that single requests may ask for instead, with "
             'custom_params {"kvc": "k8v4"}. {"kvc": "lossless"} needs no listing. Default: none.'
         ),
         NS("memory"),
@@ -165,7 +165,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_floor: A[
         str | None,
         _option(
-            "Policy quantise: the lowest format that cold blocks of the prefix cache move to when memory is short, "
+            "Policy quantize: the lowest format that cold blocks of the prefix cache move to when memory is short, "
             "before any is dropped, like k4v4 below k8v4. Blocks of requests that name a format keep it. Default: the "
             "format of --kvc-high, so that no block moves."
         ),
@@ -183,7 +183,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_allow_one_shot: A[
         str | None,
         _option(
-            "Policy quantise: whether single requests may ask for a budget of their whole prompt, with custom_params "
+            "Policy quantize: whether single requests may ask for a budget of their whole prompt, with custom_params "
             '{"kvc": "one-shot:16x"}. Such a prompt shares no block. '
             "'true' (default), or 'false': such a request gets an error."
         ),
@@ -192,7 +192,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_one_shot: A[
         str | None,
         _option(
-            "Policy quantise: budget of the prompts of all requests that name no quality: a compression ratio to bf16 "
+            "Policy quantize: budget of the prompts of all requests that name no quality: a compression ratio to bf16 "
             "up to 64x, like 16x, or the tokens that a head keeps on average, 65 or more, like 1024. Such a prompt "
             'shares no block. custom_params {"kvc": "k4v4"} asks for the server\'s format instead. Default: none.'
         ),

@@ -140,7 +140,7 @@ def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
     if facts.windows and not make_policy(config).keeps_all:
         raise ConfigError(
             f"The model {facts.name} with sliding-window layers cannot be served with --kvc-policy {config.policy}, "
-            f"because a window counts positions, which pruned blocks lose; use --kvc-policy quantise."
+            f"because a window counts positions, which pruned blocks lose; use --kvc-policy quantize."
         )
     check_identity(config, facts.identity)
     check_geometry(config, head_dim=facts.head_dim)

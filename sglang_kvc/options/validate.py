@@ -254,7 +254,7 @@ def _check_budget(config: KvcConfig, layout: PoolLayout) -> None:
     if pages == layout.block_pages(FORMATS[config.high]):
         raise ConfigError(
             f"{flag('budget')} {config.budget} has no effect, because {config.high} alone makes blocks that small; "
-            f"give a larger ratio or fewer bytes, or choose {flag('policy')} quantise."
+            f"give a larger ratio or fewer bytes, or choose {flag('policy')} quantize."
         )
 
 

@@ -1,7 +1,7 @@
 """Policies: the choice of tokens that a packed block keeps, and of their precision. Tensor work is in `kvc_kernels`.
 
 * `base.py`: `Policy`, and the `Evidence` that a plan may look at.
-* `quantise.py`, `prune.py`: the two recommended policies; `presets.py` has compositions of them under short names.
+* `quantize.py`, `prune.py`: the two recommended policies; `presets.py` has compositions of them under short names.
 * `scorers/`, `allocation.py`: the parts of `prune`.
 * `published/`: LeanKV and the scorers and presets of papers, available but not recommended.
 * `budget.py`, `parse.py`: values of settings and their text.

@@ -8,7 +8,7 @@ from typing import Any
 from .allocation import Ada, Uniform
 from .base import Policy
 from .prune import Prune
-from .quantise import Quantise
+from .quantize import Quantize
 from .scorers.expected_attention import ExpectedAttention
 from .scorers.random import Random
 
@@ -32,8 +32,8 @@ def preset(
 
 
 RECOMMENDED: tuple[type[Policy], ...] = (
-    preset("safe", "8-bit keys, 4-bit values, nothing dropped.", base=Quantise, high="k8v4"),
-    preset("balanced", "4 bits, nothing dropped: a name for the default.", base=Quantise, high="k4v4"),
+    preset("safe", "8-bit keys, 4-bit values, nothing dropped.", base=Quantize, high="k8v4"),
+    preset("balanced", "4 bits, nothing dropped: a name for the default.", base=Quantize, high="k4v4"),
     preset(
         "max",
         "`quota` in k4v2 with pages of 32 tokens: 7 times smaller than bf16.",

@@ -11,10 +11,10 @@ from .prune import Prune
 from .published.arkv import Arkv
 from .published.leankv import LeanKV
 from .published.presets import PUBLISHED
-from .quantise import Quantise
+from .quantize import Quantize
 
 PRESETS: tuple[type[Policy], ...] = (*RECOMMENDED, *PUBLISHED)
-_ALL: tuple[type[Policy], ...] = (Quantise, Prune, *RECOMMENDED, LeanKV, Arkv, *PUBLISHED)
+_ALL: tuple[type[Policy], ...] = (Quantize, Prune, *RECOMMENDED, LeanKV, Arkv, *PUBLISHED)
 POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}
 
 

@@ -16,7 +16,7 @@ from sglang_kvc.calibration import verdicts
 from sglang_kvc.calibration.measure import command
 from sglang_kvc.calibration.measure.progress import Progress
 from sglang_kvc.calibration.model_fingerprint import identity_of
-from sglang_kvc.policies.quantise import Quantise
+from sglang_kvc.policies.quantize import Quantize
 
 from .conftest import DIM, KV_HEADS, LAYERS, VOCAB, make_model
 
@@ -62,7 +62,7 @@ def test_command_writes_file_from_text(folder, tmp_path, capsys):
     assert stats["rotary_frequencies"].shape == (DIM // 2,)
     from sglang_kvc.options.config import KvcConfig
 
-    layout = make_layout(KvcConfig(), Quantise(), layers=LAYERS, heads=KV_HEADS, head_dim=DIM)
+    layout = make_layout(KvcConfig(), Quantize(), layers=LAYERS, heads=KV_HEADS, head_dim=DIM)
     calibration.check_shapes(str(out), calibration.BY_LAYER + calibration.BY_HEAD[:4], layout)
 
 

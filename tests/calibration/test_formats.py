@@ -119,7 +119,7 @@ def test_header_of_two_tier_block_covers_only_kept_tokens():
     header = quant.key_header(blocks, kept)
     for name, tier in ((policy.high, 2), (policy.low, 1)):
         fmt, in_tier = FORMATS[name], tiers == tier
-        expected = quant.dequantise_keys(quant.quantise_keys(blocks, header, fmt.key_bits), header, fmt.key_bits)
+        expected = quant.dequantize_keys(quant.quantize_keys(blocks, header, fmt.key_bits), header, fmt.key_bits)
         torch.testing.assert_close(keys[in_tier], expected.flatten(1, 2)[in_tier], rtol=0, atol=0)
-        codes = quant.quantise_tokens(v, fmt.value_bits, layout.page(fmt).value_groups)
-        torch.testing.assert_close(values[in_tier], quant.dequantise_tokens(*codes)[in_tier], rtol=0, atol=0)
+        codes = quant.quantize_tokens(v, fmt.value_bits, layout.page(fmt).value_groups)
+        torch.testing.assert_close(values[in_tier], quant.dequantize_tokens(*codes)[in_tier], rtol=0, atol=0)

@@ -34,11 +34,11 @@ P, HEADS, GROUP, DIM, LAYERS = 32, 3, 3, 128, 2  # nothing else is divisible by 
 REQUESTS, COLUMNS = 7, 200
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 CONFIGURATIONS = [
-    dict(policy="quantise", high="bf16"),
-    dict(policy="quantise", high="k4v4"),
-    dict(policy="quantise", high="k4v4", levels=("k8v4",)),
-    dict(policy="quantise", high="k4v4", host_memory=1 << 24),
-    dict(policy="quantise", high="k8v4", floor="k2v2", host_memory=1 << 24),
+    dict(policy="quantize", high="bf16"),
+    dict(policy="quantize", high="k4v4"),
+    dict(policy="quantize", high="k4v4", levels=("k8v4",)),
+    dict(policy="quantize", high="k4v4", host_memory=1 << 24),
+    dict(policy="quantize", high="k8v4", floor="k2v2", host_memory=1 << 24),
     dict(policy="quota", keep=0.5),
     dict(policy="kv-compress", keep=0.5),
     dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),
@@ -255,11 +255,11 @@ def test_warm_up_compiles_all_kernels(options, cap, launched):
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
 def test_warm_up_compiles_all_kernels_for_hopper(options, hopper, launched):
-    staged = options["policy"] == "quantise" and options["high"] != "bf16"
+    staged = options["policy"] == "quantize" and options["high"] != "bf16"
     compare(options, 0.0, launched, "extend.cu", "_decode_kernel", *(["_fake_quant_kernel"] if staged else []))
 
 
-WINDOWED = [x for x in CONFIGURATIONS if x["policy"] == "quantise"]
+WINDOWED = [x for x in CONFIGURATIONS if x["policy"] == "quantize"]
 
 
 @pytest.mark.parametrize("cap", [0.0, 30.0])
@@ -277,7 +277,7 @@ def test_warm_up_compiles_all_kernels_for_windows_on_hopper(options, hopper, lau
 
 def test_warm_up_ring_size_is_divisible_by_16_like_servers():
     for megabytes in range(20, 30):
-        runtime = build(dict(policy="quantise", high="k4v4"), megabytes)
+        runtime = build(dict(policy="quantize", high="k4v4"), megabytes)
         small = warm_up.small_runtime(runtime)
         assert (small.store.ring.numel() - runtime.store.ring.numel()) % 16 == 0
         assert small.sizing.num_pages < 400

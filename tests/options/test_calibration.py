@@ -107,7 +107,7 @@ def test_thresholds_are_defaults_for_their_formats(write):
 def test_format_that_breaks_model_is_rejected(write, options, words):
     sentence = refused(calibration=write(), **options)
     assert words in sentence and "breaks this model" in sentence and "--kvc-calibration" in sentence
-    assert resolve(**{**options, "policy": "quantise", "low": None}).high  # it is served without the file
+    assert resolve(**{**options, "policy": "quantize", "low": None}).high  # it is served without the file
 
 
 def test_format_that_only_loses_quality_is_served(write):
@@ -138,7 +138,7 @@ def test_findings_of_unknown_version_are_rejected(write):
 
 def test_file_without_findings_is_rejected_where_it_has_no_effect(write, tmp_path):
     plain = write(metadata={"format": "pt"})
-    for policy in ("quantise", "leankv", "prune"):
+    for policy in ("quantize", "leankv", "prune"):
         assert "no effect" in refused(policy=policy, calibration=plain)
     assert "cannot be read" in refused(calibration=str(tmp_path / "absent"))
     assert resolve(policy="xkv", calibration=plain).policy == "xkv"

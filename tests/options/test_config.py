@@ -67,7 +67,7 @@ def resolve(**options) -> KvcConfig:
 def test_defaults():
     assert resolve() == KvcConfig()
     c = resolve()
-    assert (c.policy, c.high, c.low, c.window, c.block_size) == ("quantise", "k4v4", None, 0, 128)
+    assert (c.policy, c.high, c.low, c.window, c.block_size) == ("quantize", "k4v4", None, 0, 128)
     assert (c.page_bytes, c.memory) == (None, None)
 
 
@@ -172,7 +172,7 @@ def test_memory_includes_rows_staged_by_prefill():
 @pytest.mark.parametrize("option", ["memory", "host_memory", "disk_size"])
 @pytest.mark.parametrize("window", [0, 64])
 def test_advised_sizes_are_accepted(option, window):
-    for policy, layers, heads, head_dim in itertools.product(("quantise", "prune"), (1, 3, 32), (1, 5), (64, 80, 128)):
+    for policy, layers, heads, head_dim in itertools.product(("quantize", "prune"), (1, 3, 32), (1, 5), (64, 80, 128)):
         given = {"policy": policy, "window": window, "memory": "4GB", "host_memory": "1GB"}
         if option == "disk_size":
             given["disk"] = "anywhere"

@@ -94,6 +94,6 @@ def test_page_size_at_which_floor_saves_nothing_is_rejected():
     assert "--kvc-page-bytes" in one_sentence(str(e.value)) and "2 pages" in str(e.value)
 
 
-@pytest.mark.parametrize("policy", ["quantise", "safe", "balanced"])
-def test_quantise_presets_accept_floor(policy):
+@pytest.mark.parametrize("policy", ["quantize", "safe", "balanced"])
+def test_quantize_presets_accept_floor(policy):
     assert resolve(policy=policy, floor="k4v2").floor == "k4v2"

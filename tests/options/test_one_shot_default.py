@@ -62,7 +62,7 @@ def test_server_without_one_shot_prompts_is_rejected(options):
     with pytest.raises(ConfigError) as e:
         resolve(**options, one_shot="16x")
     sentence = one_sentence(str(e.value))
-    assert "because one-shot prompts need policy quantise" in sentence and "or drop --kvc-one-shot" in sentence
+    assert "because one-shot prompts need policy quantize" in sentence and "or drop --kvc-one-shot" in sentence
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "safe"}, {"policy": "balanced", "floor": "k2v2"}, {"high": "k2v2"}])

@@ -168,7 +168,7 @@ def test_one_shot_budget_is_accepted(serve, options):
 )  # fmt: skip
 def test_servers_without_budgets_reject_them(serve, options):
     ask = serve(*options.split())
-    with pytest.raises(ValueError, match=r"does not offer, because .*quantise.*--kvc-window 0.*--kvc-allow") as e:
+    with pytest.raises(ValueError, match=r"does not offer, because .*quantize.*--kvc-window 0.*--kvc-allow") as e:
         ask("one-shot:8x")
     one_sentence(str(e.value))
     assert ask(None) is None

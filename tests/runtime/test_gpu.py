@@ -15,7 +15,7 @@ GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 POLICIES = [
-    dict(policy="quantise", high="k4v4"),
+    dict(policy="quantize", high="k4v4"),
     dict(policy="quota", keep=0.5),
     dict(policy="kv-compress", keep=0.5),
     dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 P, LAYERS, HEADS, DIM = 128, 2, 2, 64
 POLICIES = [
-    dict(policy="quantise", high="k4v4"),
+    dict(policy="quantize", high="k4v4"),
     dict(policy="quota", keep=0.5),
     dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),
 ]

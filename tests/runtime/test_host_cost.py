@@ -246,7 +246,7 @@ def lines_of_a_step(requests: int, options: dict) -> int:
     return lines
 
 
-@pytest.mark.parametrize("options", [dict(high="k4v4", policy="quantise", low=None, alpha_low=None), {}])
+@pytest.mark.parametrize("options", [dict(high="k4v4", policy="quantize", low=None, alpha_low=None), {}])
 def test_decode_step_does_not_loop_over_requests(options):
     """The previous step had the same requests, so the step takes a few array operations."""
     few, many = lines_of_a_step(8, options), lines_of_a_step(40, options)

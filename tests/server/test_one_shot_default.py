@@ -73,5 +73,5 @@ def test_server_states_default(budgeted):
     limits = state["longest_prompt"]
     assert limits["default"] == max(limits["k4v4"], limits["one-shot:8x"])
     log = budgeted.log.read_text()
-    assert "kvc: quantise k4v4" in log and "window 0, one-shot:8x;" in log
+    assert "kvc: quantize k4v4" in log and "window 0, one-shot:8x;" in log
     assert "hits no cached prefix" in log

@@ -37,7 +37,7 @@ STATS = KvcStats(
     compaction_ms=120.5,
     evicted_blocks=3,
 )
-EMPTY = KvcStats("quantise k4v4", "block", 23040, 2112, 40000, 40000, 0, 0, 0, 0)
+EMPTY = KvcStats("quantize k4v4", "block", 23040, 2112, 40000, 40000, 0, 0, 0, 0)
 MAP = HeadMap(kept=[[1.0, 0.5], [0.25, 0.0]], high=[[0.5, 0.5], [0.25, 0.0]], blocks=16)
 
 

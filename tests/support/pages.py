@@ -173,7 +173,7 @@ class RefToken:
     score: float = 0.0
 
 
-def quantise_value(v: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize_value(v: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     groups = np.split(np.float32(v), len(v) // 32 if bits == 2 else 1)
     meta = np.array([[half((g.max() - g.min()) / np.float32(2**bits - 1)), half(g.min())] for g in groups])
     codes = [encode(g, m[0], m[1], bits) for g, m in zip(groups, meta)]
@@ -221,12 +221,12 @@ class RefHead:
         if not source.packed:
             scale = np.float32(header[0]) * np.float32(grid(fmt.key_bits))
             k = encode(t.k, scale, header[1], fmt.key_bits)
-            v, value_meta = quantise_value(t.v, fmt.value_bits)
+            v, value_meta = quantize_value(t.v, fmt.value_bits)
             return RefToken(i, k, v, value_meta, t.score)
         k = lower(t.k, source.key_bits, fmt.key_bits)
         v, value_meta = t.v, t.value_meta
         if source.value_bits != fmt.value_bits:
-            v, value_meta = quantise_value(value_of(t), fmt.value_bits)
+            v, value_meta = quantize_value(value_of(t), fmt.value_bits)
         return RefToken(i, k, v, value_meta, t.score)
 
     def key_of(self, t: RefToken, tier: int) -> np.ndarray:

@@ -98,7 +98,7 @@ def _fill_plain(store: PageStore, ids: torch.Tensor, gen: torch.Generator) -> No
 
 
 def _fill_meta(store: PageStore, fmt: Format, ids: torch.Tensor, gen: torch.Generator) -> None:
-    """Per-token scales and zeros such that a dequantised element spans about -2..2, with tokens of different size."""
+    """Per-token scales and zeros such that a dequantized element spans about -2..2, with tokens of different size."""
     if not ids.numel():
         return
     page = store.layout.page(fmt)

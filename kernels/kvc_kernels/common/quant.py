@@ -58,19 +58,19 @@ def channel_scale_zero(header: torch.Tensor, bits: int) -> tuple[torch.Tensor, t
     return h[..., 0:1, :] * grid_factor(bits), h[..., 1:2, :]
 
 
-def quantise_keys(k: torch.Tensor, header: torch.Tensor, bits: int) -> torch.Tensor:
+def quantize_keys(k: torch.Tensor, header: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 codes `[..., T, D]` of keys `[..., T, D]` under a per-channel header fp16 `[..., 2, D]`."""
     scale, zero = channel_scale_zero(header, bits)
     return _encode(k.float(), scale, zero, bits)
 
 
-def dequantise_keys(codes: torch.Tensor, header: torch.Tensor, bits: int) -> torch.Tensor:
+def dequantize_keys(codes: torch.Tensor, header: torch.Tensor, bits: int) -> torch.Tensor:
     """fp32 keys `[..., T, D]` from codes `[..., T, D]` and a per-channel header fp16 `[..., 2, D]`."""
     scale, zero = channel_scale_zero(header, bits)
     return codes.float() * scale + zero
 
 
-def quantise_tokens(x: torch.Tensor, bits: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_tokens(x: torch.Tensor, bits: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token quantization in `groups` equal runs of features.
 
     `x` any float `[..., T, D]`. Returns uint8 codes `[..., T, D]` and fp16 meta `[..., G, 2, T]` (scale, zero), the
@@ -84,7 +84,7 @@ def quantise_tokens(x: torch.Tensor, bits: int, groups: int) -> tuple[torch.Tens
     return codes.flatten(-2), meta
 
 
-def dequantise_tokens(codes: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+def dequantize_tokens(codes: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """fp32 `[..., T, D]` from codes `[..., T, D]` and per-token meta fp16 `[..., G, 2, T]`."""
     m = meta.float().movedim(-1, -3).unsqueeze(-1)  # [..., T, G, 2, 1]
     parts = codes.float().unflatten(-1, (meta.shape[-3], -1))

@@ -115,7 +115,7 @@ def _rows(
             return rows
     at_page = ids[block, head, place // page.tokens].long()
     header = store.headers.flatten(1, 2)[blocks[block], first + head]
-    coded = _dequantise(store, page, at_page, place % page.tokens, header)
+    coded = _dequantize(store, page, at_page, place % page.tokens, header)
     if packed == ids.shape[0]:
         return coded
     # If a block has the other format, these bytes are meaningless.
@@ -123,7 +123,7 @@ def _rows(
     return tuple(torch.where(is_packed, a, b) for a, b in zip(coded, rows))
 
 
-def _dequantise(
+def _dequantize(
     store: PageStore, page: PageLayout, at_page: torch.Tensor, slot: torch.Tensor, header: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 K, V `[m, N, D]` of the tokens in slots `slot[m, N]` of packed pages `at_page[m, N]`, which have the key
@@ -132,5 +132,5 @@ def _dequantise(
     k = unpack_features(key_bytes(page, store.pages)[at_page, slot], f.key_bits)
     v = unpack_features(value_bytes(page, store.pages)[at_page, :, slot], f.value_bits)
     meta = value_meta(page, store.pages)[at_page, :, :, slot]
-    k = quant.dequantise_keys(k.unsqueeze(-2), header, f.key_bits)
-    return k.squeeze(-2), quant.dequantise_tokens(v.unsqueeze(-2), meta.unsqueeze(-1)).squeeze(-2)
+    k = quant.dequantize_keys(k.unsqueeze(-2), header, f.key_bits)
+    return k.squeeze(-2), quant.dequantize_tokens(v.unsqueeze(-2), meta.unsqueeze(-1)).squeeze(-2)

@@ -104,8 +104,8 @@ def _order(chosen: torch.Tensor, slots: int) -> torch.Tensor:
 def _encode_rows(page: PageLayout, k: torch.Tensor, v: torch.Tensor, header: torch.Tensor) -> PageRows:
     """Codes of bf16 rows `[m, N, D]` for `page`; header fp16 `[m, 2, D]`."""
     f = page.format
-    keys = quant.quantise_keys(k, header, f.key_bits)
-    values, vmeta = quant.quantise_tokens(v, f.value_bits, page.value_groups)
+    keys = quant.quantize_keys(k, header, f.key_bits)
+    values, vmeta = quant.quantize_tokens(v, f.value_bits, page.value_groups)
     return PageRows(keys, values, vmeta)
 
 
@@ -118,7 +118,7 @@ def _convert_rows(page: PageLayout, s: _Source, index: torch.Tensor) -> PageRows
     values = _pick(s.rows.values, index)
     vmeta = _pick(s.rows.value_meta, index).movedim(1, -1)
     if s.format.value_bits != f.value_bits:
-        values, vmeta = quant.quantise_tokens(quant.dequantise_tokens(values, vmeta), f.value_bits, page.value_groups)
+        values, vmeta = quant.quantize_tokens(quant.dequantize_tokens(values, vmeta), f.value_bits, page.value_groups)
     return PageRows(keys, values, vmeta)
 
 

@@ -22,6 +22,6 @@ def fake_quantize(
     tokens.
     """
     header = quant.key_header(k, torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device))
-    keys = quant.dequantise_keys(quant.quantise_keys(k, header, fmt.key_bits), header, fmt.key_bits)
-    values = quant.dequantise_tokens(*quant.quantise_tokens(v, fmt.value_bits, layout.page(fmt).value_groups))
+    keys = quant.dequantize_keys(quant.quantize_keys(k, header, fmt.key_bits), header, fmt.key_bits)
+    values = quant.dequantize_tokens(*quant.quantize_tokens(v, fmt.value_bits, layout.page(fmt).value_groups))
     return keys.to(k.dtype), values.to(v.dtype)

@@ -36,10 +36,10 @@ def _by_format(
             out[rows] = x
 
 
-def dequantise_source(s: _Source, header: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize_source(s: _Source, header: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 K, V `[m, S, D]` of one stored tier; header fp16 `[m, 2, D]`."""
-    k = quant.dequantise_keys(s.rows.keys, header, s.format.key_bits)
-    return k, quant.dequantise_tokens(s.rows.values, s.rows.value_meta.movedim(1, -1))
+    k = quant.dequantize_keys(s.rows.keys, header, s.format.key_bits)
+    return k, quant.dequantize_tokens(s.rows.values, s.rows.value_meta.movedim(1, -1))
 
 
 def load_dense(
@@ -66,7 +66,7 @@ def load_dense(
             )
         placed = tier_slots(store, store.block_formats[r], table, store.counts[ids, layer].flatten(0, 1).long())
         header = store.headers[ids, layer].flatten(0, 1)
-        dense = [dequantise_source(s, header) for s in read_tiers(store, placed)]
+        dense = [dequantize_source(s, header) for s in read_tiers(store, placed)]
         slots = token_slots(placed, p)
         at, stored = slots.clamp(min=0), (slots >= 0)
         out = []

@@ -128,9 +128,9 @@ class PackedPart:
         """K, V `[H, S, D]` in `dtype`, 0 where not valid; S has no padding if all heads hold `count` tokens."""
         f, page = self.page.format, self.page
         k = unpack_features(key_bytes(page, self.raw), f.key_bits)
-        k = quant.dequantise_keys(k.flatten(2, 3), self.header, f.key_bits)
+        k = quant.dequantize_keys(k.flatten(2, 3), self.header, f.key_bits)
         v = unpack_features(value_bytes(page, self.raw), f.value_bits, -2).transpose(-1, -2)
-        v = quant.dequantise_tokens(v, value_meta(page, self.raw)).flatten(2, 3)
+        v = quant.dequantize_tokens(v, value_meta(page, self.raw)).flatten(2, 3)
         if self.count:
             return tuple(x[:, :, : self.count].to(dtype).flatten(1, 2) for x in (k, v))
         k, v = (x.to(dtype).flatten(1, 2) for x in (k, v))

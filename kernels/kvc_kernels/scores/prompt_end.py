@@ -93,7 +93,7 @@ def stored_keys(
         ids = table[:, :packed, : layout.pages_for(page.format, layout.block_tokens)].long()
         codes = unpack_features(key_bytes(page, store.pages[ids]), page.format.key_bits)
         codes = codes.flatten(2, 3)[:, :, : layout.block_tokens]
-        parts.append(quant.dequantise_keys(codes, headers, page.format.key_bits).flatten(1, 2))
+        parts.append(quant.dequantize_keys(codes, headers, page.format.key_bits).flatten(1, 2))
     if packed < table.shape[1]:
         plain = read_bf16(store, table[:, packed:].flatten(0, 1)).keys.reshape(table.shape[0], -1, layout.head_dim)
         parts.append(plain.float() if parts else plain)

@@ -18,8 +18,8 @@ POOLS = ("max", "mean")
 def keydiff(keys: torch.Tensor) -> torch.Tensor:
     """`-cos(k_i, mean_j k_j / |k_j|)` over the block: `keys` fp32 `[..., P, D]` -> fp32 `[..., P]`."""
     unit = normalize(keys, dim=-1)
-    centre = normalize(unit.mean(dim=-2, keepdim=True), dim=-1)
-    return -(unit * centre).sum(-1)
+    center = normalize(unit.mean(dim=-2, keepdim=True), dim=-1)
+    return -(unit * center).sum(-1)
 
 
 def keydiff_blocks(store: PageStore, blocks: torch.Tensor) -> torch.Tensor:

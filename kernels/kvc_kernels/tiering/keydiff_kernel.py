@@ -40,14 +40,14 @@ def keydiff_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_table = table + (tl.load(blocks + row // LH).to(tl.int64) * LH + row % LH) * E
     i = tl.arange(0, ROWS)
-    centre = tl.zeros([DP], tl.float32)
+    center = tl.zeros([DP], tl.float32)
     for t0 in range(0, P, ROWS):
-        centre += tl.sum(_unit_rows(pages, like, row_table, t0 + i, t0 + i < P, page_bytes, D, DP, T0, EPSILON), 0)
-    centre = centre / P
-    centre = centre / tl.maximum(tl.sqrt(tl.sum(centre * centre, 0)), EPSILON)
+        center += tl.sum(_unit_rows(pages, like, row_table, t0 + i, t0 + i < P, page_bytes, D, DP, T0, EPSILON), 0)
+    center = center / P
+    center = center / tl.maximum(tl.sqrt(tl.sum(center * center, 0)), EPSILON)
     for t0 in range(0, P, ROWS):
         unit = _unit_rows(pages, like, row_table, t0 + i, t0 + i < P, page_bytes, D, DP, T0, EPSILON)
-        tl.store(out + row * P + t0 + i, -tl.sum(unit * centre[None, :], 1), mask=t0 + i < P)
+        tl.store(out + row * P + t0 + i, -tl.sum(unit * center[None, :], 1), mask=t0 + i < P)
 
 
 def keydiff_blocks(store: PageStore, blocks: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_bf16_page_round_trip():
 @pytest.mark.parametrize("has_scores", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_packed_bytes_equal_reference(spec, has_scores, head_dim):
-    """Quantise and pack from bf16, bit for bit against the token-by-token reference."""
+    """Quantize and pack from bf16, bit for bit against the token-by-token reference."""
     store = make_store(block_formats_of(spec), has_scores=has_scores, head_dim=head_dim, dtype=torch.float16)
     blocks = torch.tensor([4, 2])
     k, v = random_kv(store, 64)
@@ -105,34 +105,34 @@ def test_round_trip_error_is_at_most_half_a_step(bits):
     gen = torch.Generator().manual_seed(3)
     k = torch.randn(5, 64, 32, generator=gen) + 6 * torch.randn(32, generator=gen)
     header = quant.key_header(k, torch.ones(5, 64, dtype=torch.bool))
-    dequantized = quant.dequantise_keys(quant.quantise_keys(k, header, bits), header, bits)
+    dequantized = quant.dequantize_keys(quant.quantize_keys(k, header, bits), header, bits)
     step = (k.amax(1, keepdim=True) - k.amin(1, keepdim=True)) / (2**bits - 1)
     # The fp16 rounding of scale (2^-11 of the range) and zero (2^-11 of the bias) adds to this.
     slack = 2.0**-11 * (k.abs().amax(1, keepdim=True) + step * 2**bits)
     assert ((dequantized - k).abs() <= step / 2 + slack).all()
     for groups in (1, 2) if bits == 2 else (1,):
         v = torch.randn(5, 64, 64, generator=gen)
-        codes, meta = quant.quantise_tokens(v, bits, groups)
+        codes, meta = quant.quantize_tokens(v, bits, groups)
         assert meta.shape == (5, groups, 2, 64)
         parts = v.unflatten(-1, (groups, -1))
         step = (parts.amax(-1, keepdim=True) - parts.amin(-1, keepdim=True)) / (2**bits - 1)
-        error = (quant.dequantise_tokens(codes, meta) - v).unflatten(-1, (groups, -1)).abs()
+        error = (quant.dequantize_tokens(codes, meta) - v).unflatten(-1, (groups, -1)).abs()
         assert (error <= step / 2 + 2.0**-10 * parts.abs().amax(-1, keepdim=True)).all()
 
 
 def test_rounding_is_half_to_even():
     header = torch.tensor([[1.0], [0.0]]).half().expand(2, 4)
     k = torch.tensor([[0.5, 1.5, 2.5, 300.0], [-3.0, 0.25, 254.5, 3.5]])
-    assert quant.quantise_keys(k, header, 8).tolist() == [[0, 2, 2, 255], [0, 0, 254, 4]]
+    assert quant.quantize_keys(k, header, 8).tolist() == [[0, 2, 2, 255], [0, 0, 254, 4]]
 
 
 def test_constant_and_empty_inputs():
     k = torch.full((1, 16, 8), 3.25)
     header = quant.key_header(k, torch.ones(1, 16, dtype=torch.bool))
-    assert torch.equal(quant.dequantise_keys(quant.quantise_keys(k, header, 4), header, 4), k)
+    assert torch.equal(quant.dequantize_keys(quant.quantize_keys(k, header, 4), header, 4), k)
     nothing = quant.key_header(k, torch.zeros(1, 16, dtype=torch.bool))
     assert not nothing.any()
-    codes, meta = quant.quantise_tokens(torch.full((1, 2, 8), -1e-9), 4, 1)
+    codes, meta = quant.quantize_tokens(torch.full((1, 2, 8), -1e-9), 4, 1)
     assert not codes.any() and torch.isfinite(meta).all()
     header = quant.key_header(torch.tensor([[[1e6], [-1e6]]]), torch.ones(1, 2, dtype=torch.bool))
     assert torch.isfinite(header).all()
@@ -166,4 +166,4 @@ def test_encode_matches_reference_on_fp32():
     header = quant.key_header(torch.from_numpy(x), torch.ones(4, 16, dtype=torch.bool))
     for bits, factor in ((8, 1), (4, 17), (2, 85)):
         want = encode(x, header[:, 0:1].float().numpy() * factor, header[:, 1:2].float().numpy(), bits)
-        assert np.array_equal(quant.quantise_keys(torch.from_numpy(x), header, bits).numpy(), want)
+        assert np.array_equal(quant.quantize_keys(torch.from_numpy(x), header, bits).numpy(), want)

@@ -36,7 +36,7 @@ def test_demoted_block_stores_requantized_source(source, target):
     (k0, _), (k2, v2) = packed((source, target))
     dst, src = FORMATS[target], FORMATS[source]
     groups = 2 if dst.value_bits == 2 else 1
-    want = quant.dequantise_tokens(*quant.quantise_tokens(v, dst.value_bits, groups)) if dst != src else v
+    want = quant.dequantize_tokens(*quant.quantize_tokens(v, dst.value_bits, groups)) if dst != src else v
     if dst.value_bits == src.value_bits:
         want = v
     assert torch.equal(v2, want)
@@ -44,7 +44,7 @@ def test_demoted_block_stores_requantized_source(source, target):
     scale, zero = quant.channel_scale_zero(header, src.key_bits)
     codes = ((k - zero) / torch.where(scale > 0, scale, 1)).round().to(torch.uint8)
     steps = (2**src.key_bits - 1) // (2**dst.key_bits - 1)
-    assert torch.equal(k2, quant.dequantise_keys((codes.float() / steps).round(), header, dst.key_bits)) or (
+    assert torch.equal(k2, quant.dequantize_keys((codes.float() / steps).round(), header, dst.key_bits)) or (
         source == "k8v4" and target == "k2v2"  # through 4 bits: rounded twice
     )
 

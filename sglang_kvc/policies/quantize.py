@@ -1,4 +1,4 @@
-"""`quantise`: every token kept, in one packed format. A block depends on its own rows alone, so sharing it is safe."""
+"""`quantize`: every token kept, in one packed format. A block depends on its own rows alone, so sharing it is safe."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .ladder import next_lower, steps
 
 
 @dataclass(frozen=True)
-class Quantise(Policy):
+class Quantize(Policy):
     """`high` is the packed format; "bf16" compresses nothing (the uncompressed baseline: same layout, exact values).
 
     Prefill attends to earlier blocks fake-quantized, and with a window of 0 so does decode. A block's content is then a
     function of the tokens up to its end, however many came from the prefix cache.
     """
 
-    name: ClassVar[str] = "quantise"
+    name: ClassVar[str] = "quantize"
     default_window: ClassVar[int] = 0
     keeps_all: ClassVar[bool] = True
     high: str = "k4v4"

@@ -1,6 +1,6 @@
 """Comparison of quantization methods for keys and values, by the KL of predictions from those of an exact cache.
 
-    python -m bench.quality.quantisers [--model smollm2|qwen-0.5b|qwen-1.5b] [--tokens 1024] [--block 128] [--groups]
+    python -m bench.quality.quantizers [--model smollm2|qwen-0.5b|qwen-1.5b] [--tokens 1024] [--block 128] [--groups]
 
 A transformers model simulates the methods, including methods without a page format. A query sees earlier blocks
 quantized and its own block exact. Either keys or values are quantized; the other side stays exact. Scales and zeros are
@@ -187,7 +187,7 @@ def main() -> None:
             kl = f"KL mean {result.kl_mean:.4f}  p99 {result.kl_p99:.3f}"
             print(f"{side:7} {name:32} {bits:6.2f} bits  {kl}", flush=True)
             numbers = {"model": args.model, "tokens": n, "block": block, "rows": rows}
-            stem = "key_groups" if args.groups else "quantisers"
+            stem = "key_groups" if args.groups else "quantizers"
             common.write_result(f"quality/{stem}_{args.model}", numbers, quiet=True)
 
 
