@@ -22,9 +22,11 @@ from kvc_kernels.store import PageStore
 
 from ..cache.blocks import Blocks
 from ..cache.ledger import Ledger
+from ..cache.one_shot import PREFIX, why_unserved
 from ..cache.op_queue import NO_GROUPS
 from ..cache.runtime import Runtime
 from ..cache.sizing import HostLayout, Sizing
+from ..options.request_quality import offered
 from .attention import Attention, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -96,6 +98,8 @@ def warm_up(
         ids = small.take([p * i for i in range(BLOCKS)])
         small.flush()
         packed, open_blocks = ids[: BLOCKS // 2], ids[BLOCKS // 2 :]
+        if format_id == 1 and PREFIX in offered(runtime.config):
+            one_shot(small.store, ids)
         small.queue_due(packed, format_id, length=BLOCKS * p)
         small.flush()
         for to in [to for source, to in policy.moves if source == format_id]:
@@ -138,6 +142,19 @@ def small_runtime(runtime: Runtime) -> Runtime:
         runtime.config, runtime.policy, layout, sizing, small, Ledger(sizing.num_blocks, sizing.chargeable_pages),
         Blocks(sizing.num_blocks),
     )  # fmt: skip
+
+
+def one_shot(store: PageStore, ids: list[int]) -> None:
+    """Pack the uncompressed blocks `ids` into one, like those of a one-shot prompt, and make them uncompressed
+    again."""
+    layout, blocks = store.layout, torch.tensor(ids, device=store.device)
+    if why_unserved(layout, store.block_formats[1].high, windowed=False) is not None:
+        return
+    best = torch.arange(layout.block_tokens, dtype=torch.int32, device=store.device)
+    pages = torch.ones((layout.layers, layout.heads), dtype=torch.int64, device=store.device)
+    ops.pack_kept(store, blocks, 1, 1, best.expand(*pages.shape, -1).contiguous(), pages)
+    ops.release(store, blocks[:1])
+    ops.take_bf16(store, blocks)
 
 
 def records(store: PageStore, ids: list[int], format_id: int) -> None:

@@ -28,6 +28,7 @@ from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.engine import warm_up
 from sglang_kvc.engine.attention import Attention, Snapshot
 from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.request_quality import offered
 from sglang_kvc.policies.scorers.keydiff import KeyDiff
 
 P, HEADS, GROUP, DIM, LAYERS = 32, 3, 3, 128, 2  # nothing else is divisible by 16 by chance
@@ -182,6 +183,10 @@ def serve(runtime, cap, window=-1):
                 at, from_format=policy.unplanned_format, to_format=policy.answer_format, lengths=np.full(len(at), 900),
                 groups=groups[groups[:, 0] > 0],
             )  # fmt: skip
+            runtime.flush()
+        if "one-shot" in offered(runtime.config):
+            warm_up.one_shot(runtime.store, uncompressed := runtime.take([P * j for j in range(turn % 9 + 1)]))
+            runtime.free(uncompressed)
             runtime.flush()
         if runtime.config.host_memory:
             ids = through_host_memory(runtime, ids)

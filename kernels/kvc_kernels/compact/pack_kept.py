@@ -1,6 +1,6 @@
 """Packing of the kept tokens of a prompt or of a part of it, gathered from all of its blocks into a few.
 
-Plain torch on every device, without waiting for the device.
+Without waiting for the device. A kernel encodes uncompressed heads on a GPU, plain torch everything else.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import torch
 
 from ..common import quant
 from ..common.bits import bf16_rows, key_bytes, unpack_features, value_bytes, value_meta, write_page
+from ..common.dispatch import dispatch
 from ..formats import BF16
 from ..layout import PageLayout
 from ..pages.reference import return_pages, take_pages
 from ..store import SCRATCH_PAGE, PageStore
 from .reference import TEMP_BYTES, TEMP_BYTES_DEFAULT, TEMP_PER_ELEMENT, _encode_rows, _page_shape
+
+SORT_BYTES = 32  # of temporaries per token while a head's tokens are sorted
 
 
 def pack_kept(
@@ -50,28 +53,53 @@ def pack_kept(
     table = torch.full((d, rows, entries), SCRATCH_PAGE, dtype=torch.int32, device=device)
     headers = torch.empty((d, rows, 2, layout.head_dim), dtype=torch.float16, device=device)
     slot, block = torch.arange(d * p, device=device), torch.arange(d, device=device)
-    limit = TEMP_BYTES.get(device.type, TEMP_BYTES_DEFAULT)
-    step = max(1, limit // (d * p * layout.head_dim * TEMP_PER_ELEMENT))
+    encode, row_bytes = encode_kept, d * p * layout.head_dim * TEMP_PER_ELEMENT
+    if not packed and not layout.has_scores:
+        encode = encode_uncompressed.on(store)
+        if encode is not encode_kept:
+            row_bytes = d * (layout.page_bytes * per_block + p * SORT_BYTES)
+    step = max(1, TEMP_BYTES.get(device.type, TEMP_BYTES_DEFAULT) // row_bytes)
     for at in range(0, rows, step):
         part = slice(at, min(at + step, rows))
         ids, m = source[:, part], min(at + step, rows) - at
         valid = slot < pages[part, None] * page.tokens  # [m, d * P]
-        token = torch.where(valid, best[part], n * p).sort(-1).values.clamp_(max=n * p - 1).long()
-        rows_of = _rows(store, blocks, to_format, ids, at, token, packed)
-        k, v = (x.view(m * d, p, layout.head_dim) for x in rows_of)
-        valid = valid.view(m * d, p)
-        header = quant.key_header(k, valid)
-        coded = _page_shape(_encode_rows(page, k, v, header), per_block)
-        data = write_page(page, coded, valid.unflatten(1, (per_block, -1)))
-        return_pages(store, ids.transpose(0, 1).flatten(0, 1), page_counts.expand(m, n).flatten())
+        tokens = torch.where(valid, best[part], n * p).sort(-1).values.clamp_(max=n * p - 1)
         counts = (pages[part, None] - block * per_block).clamp(0, per_block)  # [m, d]
+        packed_headers = (store.headers.flatten(1, 2)[blocks[:packed], part],) if packed else ()
+        data, header = encode(store, page, ids, tokens, counts, *packed_headers)
+        return_pages(store, ids.transpose(0, 1).flatten(0, 1), page_counts.expand(m, n).flatten())
         taken = take_pages(store, counts.flatten())
         # Entries after a head's count name page 0 and write zeros there.
         store.pages.index_copy_(0, taken[:, :per_block].flatten().long(), data.flatten(0, 1))
         table[:, part] = taken.view(m, d, entries).transpose(0, 1)
-        headers[:, part] = header.view(m, d, 2, -1).transpose(0, 1)
+        headers[:, part] = header.transpose(0, 1)
     tokens = (pages * page.tokens - block[:, None] * p).clamp(0, p)  # [d, L * H]
     _replace(store, blocks, into, to_format, table, headers, tokens)
+
+
+def encode_kept(
+    store: PageStore,
+    page: PageLayout,
+    ids: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: torch.Tensor,
+    packed_headers: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages uint8 `[m, d * pages, page_bytes]` and key headers fp16 `[m, d, 2, D]` of m heads with the tokens `tokens`
+    int32 `[m, d * P]` of blocks whose pages are `ids` int32 `[n, m, E]`. A block of a head has the first `counts` int64
+    `[m, d]` pages; the others are zero. The first blocks may be packed like the result; `packed_headers` fp16
+    `[packed, m, 2, D]` are their key headers."""
+    layout, (m, d), p = store.layout, counts.shape, store.layout.block_tokens
+    k, v = (x.view(m * d, p, layout.head_dim) for x in _rows(store, page, ids, tokens.long(), packed_headers))
+    valid = torch.arange(p, device=store.device) < counts.view(-1, 1) * page.tokens
+    header = quant.key_header(k, valid)
+    coded = _page_shape(_encode_rows(page, k, v, header), p // page.tokens)
+    data = write_page(page, coded, valid.unflatten(1, (p // page.tokens, -1)))
+    return data.view(m, -1, layout.page_bytes), header.view(m, d, 2, -1)
+
+
+# For heads that are wholly uncompressed and have no scores.
+encode_uncompressed = dispatch(encode_kept, "compact.kept_kernel:encode_kept_triton")
 
 
 def _replace(
@@ -95,26 +123,19 @@ def _replace(
 
 
 def _rows(
-    store: PageStore,
-    blocks: torch.Tensor,
-    to_format: int,
-    ids: torch.Tensor,
-    first: int,
-    token: torch.Tensor,
-    packed: int,
+    store: PageStore, page: PageLayout, ids: torch.Tensor, token: torch.Tensor, packed_headers: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K, V `[m, N, D]` of the tokens `token[m, N]` of m heads from head `first` on. `ids` `[n, m, E]`: pages of the
-    heads in `blocks`, of which the first `packed` are in `to_format`, the others uncompressed."""
-    layout, p = store.layout, store.layout.block_tokens
-    page, plain = layout.page(store.block_formats[to_format].high), layout.page(BF16)
+    """K, V `[m, N, D]` of the tokens `token[m, N]` of m heads. For `ids` and `packed_headers` see `encode_kept`."""
+    p, plain = store.layout.block_tokens, store.layout.page(BF16)
+    packed = 0 if packed_headers is None else len(packed_headers)
     head, block, place = torch.arange(ids.shape[1], device=store.device)[:, None], token // p, token % p
     if packed < ids.shape[0]:
         at_page = ids[block, head, place // plain.tokens].long()
         rows = tuple(x[at_page, place % plain.tokens] for x in bf16_rows(plain, store.pages, store.dtype))
-        if not packed:
+        if packed_headers is None:
             return rows
     at_page = ids[block, head, place // page.tokens].long()
-    header = store.headers.flatten(1, 2)[blocks[block], first + head]
+    header = packed_headers[block.clamp(max=packed - 1), head]
     coded = _dequantize(store, page, at_page, place % page.tokens, header)
     if packed == ids.shape[0]:
         return coded

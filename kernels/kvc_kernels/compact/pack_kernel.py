@@ -97,11 +97,11 @@ def key_codes(k, FIRST: tl.constexpr, grids, N: tl.constexpr, DK: tl.constexpr, 
 
 @triton.jit
 def tier_keys(
-    pages, row_table, ids, n_pages, n, order, header, like, page_bytes: tl.constexpr, D: tl.constexpr,
+    pages, out, row_table, ids, n_pages, n, order, header, like, page_bytes: tl.constexpr, D: tl.constexpr,
     SOURCE: tl.constexpr, TO: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr,
 ):
-    """Write the keys of one tier of one head: tokens order[0..n-1] of the source (WHOLE: 0..n-1) to pages
-    ids[0..n_pages-1], at most MOST slots at a time. Slots after n are zero.
+    """Write the keys of one tier of one head: tokens order[0..n-1] of the source in `pages` (WHOLE: 0..n-1) to the
+    pages ids[0..n_pages-1] of `out`, at most MOST slots at a time. Slots after n are zero.
     """
     KB: tl.constexpr = TO[KEY_BITS]
     T: tl.constexpr = TO[TOKENS]
@@ -118,7 +118,7 @@ def tier_keys(
         if not WHOLE:
             token = tl.load(order + token, mask=valid, other=0).to(tl.int32)
         _, rows = source_rows(pages, row_table, token, valid, like, page_bytes, D, SOURCE[TOKENS])
-        page = pages + tl.load(ids + c // PARTS).to(tl.int64) * page_bytes
+        page = out + tl.load(ids + c // PARTS).to(tl.int64) * page_bytes
         k = load_rows(rows, valid, D, DK)
         packed = tl.where(valid[:, None], key_codes(k, 0, grids, N, DK, KB), 0)
         tl.store(page + i[:, None] * DK + dk[None, :], packed.to(tl.uint8), mask=in_page[:, None])
@@ -126,8 +126,8 @@ def tier_keys(
 
 @triton.jit
 def tier_values(
-    pages, row_table, ids, n_pages, n, order, like, page_bytes: tl.constexpr, D: tl.constexpr, SOURCE: tl.constexpr,
-    TO: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr,
+    pages, out, row_table, ids, n_pages, n, order, like, page_bytes: tl.constexpr, D: tl.constexpr,
+    SOURCE: tl.constexpr, TO: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr,
 ):
     """Write everything but the keys of the same pages, with zeros in their slack."""
     VB: tl.constexpr = TO[VALUE_BITS]
@@ -137,7 +137,7 @@ def tier_values(
     N: tl.constexpr = min(padded(TO[TOKENS]), MOST)
     PARTS: tl.constexpr = (T + N - 1) // N
     for c in range(0, n_pages * PARTS):
-        page = pages + tl.load(ids + c // PARTS).to(tl.int64) * page_bytes
+        page = out + tl.load(ids + c // PARTS).to(tl.int64) * page_bytes
         first = c // PARTS * T
         i = c % PARTS * (N // 4) + tl.arange(0, N // 4)
         v = load_runs(
@@ -275,22 +275,23 @@ def pack_kernel(
         else:
             write_header(pages, row_table, n, order, header, like, page_bytes, D, SOURCE[TOKENS], WHOLE, 32)
             tier_keys(
-                pages, row_table, ids, pages_high, n_high, order, header, like, page_bytes, D, SOURCE, HIGH,
+                pages, pages, row_table, ids, pages_high, n_high, order, header, like, page_bytes, D, SOURCE, HIGH,
                 WHOLE, 64,
             )  # fmt: skip
     else:
         tier_values(
-            pages, row_table, ids, pages_high, n_high, order, like, page_bytes, D, SOURCE, HIGH, SCORED, WHOLE, 64
-        )
+            pages, pages, row_table, ids, pages_high, n_high, order, like, page_bytes, D, SOURCE, HIGH, SCORED, WHOLE,
+            64,
+        )  # fmt: skip
     if len(LOW) > 0 and not WHOLE:
         pages_low = tl.load(page_counts + tl.num_programs(0) // 2 + row).to(tl.int32)
         if of_keys:
             tier_keys(
-                pages, row_table, ids + pages_high, pages_low, n - n_high, order + n_high, header, like, page_bytes,
-                D, SOURCE, LOW, WHOLE, 64,
+                pages, pages, row_table, ids + pages_high, pages_low, n - n_high, order + n_high, header, like,
+                page_bytes, D, SOURCE, LOW, WHOLE, 64,
             )  # fmt: skip
         else:
             tier_values(
-                pages, row_table, ids + pages_high, pages_low, n - n_high, order + n_high, like, page_bytes, D,
+                pages, pages, row_table, ids + pages_high, pages_low, n - n_high, order + n_high, like, page_bytes, D,
                 SOURCE, LOW, SCORED, WHOLE, 64,
             )  # fmt: skip
