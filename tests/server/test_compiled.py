@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from bench import common
+
 from .conftest import BLOCK, DRIFT, LOSSLESS, tokens
 
-pytestmark = pytest.mark.gpu  # SGLang compiles decode steps of CUDA graphs
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not common.has_gpu(), reason="SGLang compiles decode steps of CUDA graphs"),
+]
 
 
 def test_compiled_decode_matches_prefill(compiled, rng):
