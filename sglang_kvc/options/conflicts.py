@@ -90,9 +90,10 @@ def check_hierarchical(config: KvcConfig, args: Any) -> None:
             "--enable-hierarchical-cache contradicts --kvc-host-memory 0, because blocks that leave the GPU need host "
             "memory; drop one of them."
         )
-    if config.host_memory and args.hicache_size > 0 and args.hicache_size != max(1, round(config.host_memory / 1e9)):
+    gigabytes = config.host_memory / 1e9  # `start.prepare` sets the rounded size
+    if gigabytes and args.hicache_size > 0 and args.hicache_size not in (gigabytes, max(1, round(gigabytes))):
         raise ConfigError(
-            f"--hicache-size {args.hicache_size} contradicts --kvc-host-memory of {config.host_memory / 1e9:g} GB, "
+            f"--hicache-size {args.hicache_size} contradicts --kvc-host-memory of {gigabytes:g} GB, "
             "because both set the size of the host tier; drop one of them."
         )
 

@@ -233,12 +233,13 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
             )
     # One layer and head suffice: blocks, budgets and pages all grow in proportion to them.
     layout = make_layout(config, policy, layers=1, heads=1, head_dim=head_dim)
-    for fmt in config.formats if config.page_bytes is not None else ():
-        if compression(layout, pages := layout.block_pages(fmt)) <= 1:
+    if config.page_bytes is not None and FORMATS[config.high].packed and config.budget is None:
+        planned = policy.block_formats(layout)[1]
+        if planned.exact and compression(layout, planned.pages) <= 1:
             raise ConfigError(
-                f"{flag('page_bytes')} {config.page_bytes} is too large, because a block then takes {pages} pages per "
-                f"head in {fmt.name}, which are no smaller than its uncompressed tokens; choose a smaller page, or "
-                f"drop the option to have the best size chosen."
+                f"{flag('page_bytes')} {config.page_bytes} cannot be used, because a block of {config.high} then takes "
+                f"{planned.pages} pages per head, which are no smaller than its uncompressed tokens; drop the option "
+                f"to have the best size chosen."
             )
     if config.budget is not None and config.budget.ratio is not None:
         _check_budget(config, layout)

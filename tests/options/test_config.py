@@ -348,7 +348,9 @@ def test_page_as_large_as_uncompressed_tokens_is_rejected():
     check_geometry(resolve(page_bytes=32768), head_dim=128)  # half of a head's uncompressed block
     with pytest.raises(ConfigError) as e:
         check_geometry(resolve(page_bytes=65536), head_dim=128)
-    assert "--kvc-page-bytes 65536 is too large" in one_sentence(str(e.value))
+    assert "--kvc-page-bytes 65536 cannot be used" in one_sentence(str(e.value))
+    for pruned in ({"policy": "quota", "keep": 0.25}, {"policy": "prune", "budget": "4x"}, {"policy": "leankv"}):
+        check_geometry(resolve(page_bytes=8192, high="k8v8", **pruned), head_dim=128)
 
 
 def test_budget_without_effect_is_rejected():

@@ -233,7 +233,8 @@ def test_host_memory_options_of_hierarchical_cache_are_checked(stock):
 def test_host_memory_conflicts_with_hierarchical_cache(stock, host_memory, changes, named):
     config = KvcConfig(host_memory=host_memory)
     check_hierarchical(config, SimpleNamespace(**stock))
-    check_hierarchical(KvcConfig(host_memory=64 * 10**9), SimpleNamespace(**{**stock, "hicache_size": 64}))
+    for num_bytes, size in ((64 * 10**9, 64), (15 * 10**8, 1.5), (15 * 10**8, 2)):
+        check_hierarchical(KvcConfig(host_memory=num_bytes), SimpleNamespace(**{**stock, "hicache_size": size}))
     with pytest.raises(ConfigError) as e:
         check_hierarchical(config, SimpleNamespace(**{**stock, **changes}))
     assert named in one_sentence(str(e.value))
