@@ -129,7 +129,6 @@ class PageOps:
             pooled = ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)
             del scores  # not needed while this group is ranked
             yield slice(layers.start * heads, layers.stop * heads), pooled[:, first:end]
-            del pooled
 
     def _compact(self, op: Compact, step: int) -> list[PendingCounts]:
         """Plan and move, in waves whose destination pages fit the reserve."""

@@ -17,6 +17,7 @@ from ..store import SCRATCH_PAGE, PageStore
 from .reference import TEMP_BYTES, TEMP_BYTES_DEFAULT, TEMP_PER_ELEMENT, _encode_rows, _page_shape
 
 SORT_BYTES = 32  # of temporaries per token while a head's tokens are sorted
+TABLE_BYTES = 24  # of temporaries per entry of a head's source table, while its pages return
 
 
 def pack_kept(
@@ -57,7 +58,7 @@ def pack_kept(
     if not packed and not layout.has_scores:
         encode = encode_uncompressed.on(store)
         if encode is not encode_kept:
-            row_bytes = d * (layout.page_bytes * per_block + p * SORT_BYTES)
+            row_bytes = d * (layout.page_bytes * per_block + p * SORT_BYTES) + n * entries * TABLE_BYTES
     step = max(1, TEMP_BYTES.get(device.type, TEMP_BYTES_DEFAULT) // row_bytes)
     for at in range(0, rows, step):
         part = slice(at, min(at + step, rows))
