@@ -99,12 +99,12 @@ def check_hierarchical(config: KvcConfig, args: Any) -> None:
 
 
 def check_host_size(config: KvcConfig, ranks: int, host_bytes: float) -> None:
-    """Refuse host memory of the `ranks` ranks of this host beyond the `host_bytes` that it has."""
+    """Refuse host memory of the `ranks` ranks of this host beyond the `host_bytes` that are free for them."""
     if config.host_memory * ranks > host_bytes:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"--kvc-host-memory of {config.host_memory / 1e9:g} GB{each} is more than the memory of this host "
-            f"({host_bytes / 1e9:.1f} GB); give less."
+            f"--kvc-host-memory of {config.host_memory / 1e9:g} GB{each} is more than the free memory of this "
+            f"host or container ({host_bytes / 1e9:.1f} GB); give less."
         )
 
 

@@ -1,18 +1,19 @@
 """Checks of a server's arguments when it starts: before SGLang resolves them, and after it, when the model is known.
 
 Written against SGLang 0.5.23: `resolving_view`, `declare_resolution` and `post_capture_kv_sizing_planned` of
-`arg_groups.overrides`. The arguments hold the user's values; `resolving_view` reads SGLang's resolved ones.
+`arg_groups.overrides`, and `mem_cache.host_memory`. The arguments hold the user's values; `resolving_view` reads
+SGLang's resolved ones.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, post_capture_kv_sizing_planned, resolving_view
+from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 from sglang.srt.utils.common import get_device_memory_capacity
 
@@ -70,7 +71,8 @@ def prepare(args: Any) -> None:
         _check_platform()
     if config.memory is not None:
         check_memory(config, _device_bytes("cpu" if cpu else "cuda"))
-    check_host_size(config, ranks_per_host(args), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if config.host_memory:
+        check_host_size(config, ranks_per_host(args), available_host_memory_bytes(allow_cgroup_fallback=True))
     args.attention_backend = "kvc"
     args.prefill_attention_backend = None
     args.decode_attention_backend = None

@@ -67,6 +67,19 @@ def test_gpu_keeps_overlap_and_graphs(on_a_gpu):
     assert on_a_gpu(cuda_graph_bs_prefill=[16, 4096]).cuda_graph_max_bs_prefill is None
 
 
+def test_host_memory_must_fit_into_free_memory(on_a_gpu, monkeypatch):
+    """SGLang's figure counts, which knows a container's limit."""
+    from sglang_kvc.options import start
+
+    monkeypatch.setattr(start, "available_host_memory_bytes", lambda allow_cgroup_fallback: 10 * 10**9)
+    on_a_gpu(kvc_host_memory="10GB")
+    with pytest.raises(ConfigError) as e:
+        on_a_gpu(kvc_host_memory="6GB", tp_size=2)
+    assert "6 GB on each of 2 ranks" in one_sentence(str(e.value)) and "container (10.0 GB)" in str(e.value)
+    with pytest.raises(ConfigError):
+        on_a_gpu(enable_hierarchical_cache=True, hicache_size=11)
+
+
 @pytest.mark.parametrize(
     ("device", "chosen", "served"),
     [
