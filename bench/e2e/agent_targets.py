@@ -44,11 +44,12 @@ def scores(numbers: dict[str, dict], endless: float, prefix: str = "agents") -> 
             baseline = f"{other}, {agents} agents{_source(rows_by_server[other], agents)}"
             result[f"{prefix}.{name}"] = Score(ours / agents, f"{unit}{bound}", baseline)
     agents = knee(rows_by_server.get("kvc", []), endless)
-    row = dict(rows_by_server.get("kvc_tiers", [])).get(2 * (agents or 0))
+    tiers = rows_by_server.get("kvc_tiers", [])
+    row = dict(tiers).get(2 * (agents or 0))
     if row and row["from_cache"] is not None:
         share = row["from_cache"] / endless
-        known = _source(rows_by_server["kvc"], agents)
-        baseline = f"{2 * agents} agents; the hit rate of kvc drops after {agents}{known}"
+        source, known = _source(tiers, 2 * agents), _source(rows_by_server["kvc"], agents)
+        baseline = f"{2 * agents} agents{source}; the hit rate of kvc drops after {agents}{known}"
         result[f"{prefix}.hit_of_endless_2x"] = Score(share, "of an endless cache's hit rate", baseline)
     return result
 

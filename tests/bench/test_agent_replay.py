@@ -111,6 +111,8 @@ def test_scores_compare_most_agents():
     assert "at least" in compared["agents.vs_bf16"].unit
     elsewhere = scores(numbers | {"stock_bf16.a8": row(1.0) | {"source": "another host"}}, endless=0.96)
     assert elsewhere["agents.vs_bf16"].baseline == "stock_bf16, 8 agents (another host)"
+    elsewhere = scores(numbers | {"kvc_tiers.a32": row(1.0, 0.9) | {"source": "another host"}}, endless=0.96)
+    assert elsewhere["agents.hit_of_endless_2x"].baseline.startswith("32 agents (another host); ")
     ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
     assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
 
