@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ from .block_store import HEADER_BYTES, Stored, header, parse_header
 logger = logging.getLogger("sglang_kvc")
 
 SUFFIX = ".kvc"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files, if no limit is given
 
 
@@ -43,7 +45,7 @@ class DiskStore:
         self.num_bytes = sum(self._sizes.values())
         room = shutil.disk_usage(folder).free / ranks + self.num_bytes
         self.limit = int(room * DEFAULT_SHARE) if limit is None else limit
-        self._make_room()  # an earlier server may have had a higher limit
+        self._shrink_to(self.limit)  # an earlier server may have had a higher limit
 
     def of(self, identity: bytes) -> DiskStore:
         """The store of another identity in the same folder; this store if the identity is the same."""
@@ -72,7 +74,8 @@ class DiskStore:
         return self.folder / name[:2] / (name + SUFFIX)
 
     def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
-        """Write `record`, uint8; returns whether it is stored. A full or broken disk loses only this file."""
+        """Write `record`, uint8; returns whether it is stored. A broken disk loses only this file, and so does one that
+        stays full after the oldest files made room."""
         size, written = HEADER_BYTES + record.nbytes, False
         with self._lock:
             if key in self._sizes:
@@ -83,7 +86,7 @@ class DiskStore:
             self._writing.add(key)
             self.num_bytes += size
         try:
-            written = self._make_room() and self._write_file(key, stored, record)
+            written = self._shrink_to(self.limit) and self._write_with_room(key, stored, record)
         except OSError as error:
             if not self._failed:
                 logger.warning("kvc: a block cannot be written to %s and is skipped: %s", self.folder, error)
@@ -98,17 +101,27 @@ class DiskStore:
                 self.num_bytes -= size
         return written
 
-    def _make_room(self) -> bool:
-        """Remove old files until the rest, including files being written, fits. Returns whether it does."""
+    def _shrink_to(self, limit: int) -> bool:
+        """Remove old files until the rest, including files being written, takes at most `limit` bytes. Returns whether
+        it does."""
         while True:
             with self._lock:
-                if self.num_bytes <= self.limit:
+                if self.num_bytes <= limit:
                     return True
                 if not self._sizes:
                     return False
                 key, old = self._sizes.popitem(last=False)
                 self.num_bytes -= old
             self.path(key).unlink(missing_ok=True)
+
+    def _write_with_room(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
+        """Write the file. If other programs have filled the disk, old files of this size make room for it."""
+        try:
+            return self._write_file(key, stored, record)
+        except OSError as error:
+            if error.errno not in FULL or not self._shrink_to(self.num_bytes - HEADER_BYTES - record.nbytes):
+                raise
+        return self._write_file(key, stored, record)
 
     def _write_file(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
         path = self.path(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -129,6 +130,24 @@ def test_failed_write_loses_only_its_file(tmp_path, monkeypatch, caplog):
     assert "No space left" in caplog.text and caplog.text.count("cannot be written") == 1
     assert not [p for p in store.folder.rglob("*") if p.is_file()] and not len(store) and not store.num_bytes
     assert store.write(key_of(1), STORED, record_of(1)) and read(store, key_of(1))[0] == STORED
+
+
+def test_old_files_make_room_on_full_disk(tmp_path, monkeypatch):
+    """Other programs leave room for two files: a third one replaces the oldest, and larger ones are skipped."""
+    store = DiskStore(tmp_path, MODEL)
+    size, replace = 300 + HEADER_BYTES, os.replace
+
+    def full_disk(source, target):
+        if sum(path.stat().st_size for path in store.folder.rglob("*") if path.is_file()) > 2 * size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    assert all(store.write(key_of(i), STORED, record_of(i)) for i in range(3))
+    assert [store.record_bytes(key_of(i)) is not None for i in range(3)] == [False, True, True]
+    assert store.num_bytes == 2 * size == sum(path.stat().st_size for path in store.folder.rglob("*.kvc"))
+    assert not store.write(key_of(3), STORED, record_of(3, 2 * size)) and not len(store) and not store.num_bytes
+    assert store.write(key_of(4), STORED, record_of(4)) and read(store, key_of(4))[0] == STORED
 
 
 @pytest.mark.parametrize("name", [".x.kvc.123.456", "notes.txt"])
