@@ -1,6 +1,6 @@
-"""Charts of server benchmarks: bars for one load, or curves over the number of agents.
+"""Charts of server benchmarks: bars for one load, or curves over the number of agents or the compression rate.
 
-    python -m bench.e2e.plot e2e/serving_h200 e2e/agents_h200
+    python -m bench.e2e.plot e2e/serving_h200 e2e/agents_h200 e2e/rates_h100
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ CURVES = (
     ("from_cache", 100, "prompt tokens from the cache, %"),
     ("step_s_mean", 1, "mean step time, s"),
     ("step_s_p99", 1, "p99 step time, s"),
+)
+RATES = (
+    ("running_most", "running requests, most"),
+    ("output_tok_s", "output tokens / s"),
 )
 OURS, STOCK = "#2a7f62", ("#9aa5b1", "#5b6b7b", "#c3a26b", "#8b6bab", "#b5564e")
 
@@ -79,6 +83,28 @@ def curves(record: dict, pyplot):
     return figure, axes
 
 
+def rates(record: dict, pyplot):
+    """Curves of one-shot prompts over their compression rate. A line shows stock bf16."""
+    rows = {}
+    for name, row in record["numbers"].items():
+        server, _, rate = name.partition(".rate")
+        rows.setdefault(server, {})[int(rate)] = row
+    ours = rows.pop("kvc")
+    figure, axes = pyplot.subplots(1, len(RATES), figsize=(8, 3.2))
+    for axis, (key, title) in zip(axes, RATES):
+        axis.plot(list(ours), [row[key] for row in ours.values()], "o-", color=OURS, label="kvc, k4v4")
+        for server, runs in rows.items():
+            axis.axhline(runs[1][key], color=STOCK[1], linestyle=":", label=label(server, runs[1]).replace("\n", " "))
+        axis.set_title(title, fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(list(ours), [f"{rate}x" for rate in ours])
+        axis.set_ylim(bottom=0)
+    axes[0].set_xlabel("rate", fontsize=9)
+    axes[0].legend(fontsize=7)
+    figure.suptitle(f"64 one-shot prompts on one {record['device']}, in equal KV memory", fontsize=10)
+    return figure, axes
+
+
 def main() -> None:
     import matplotlib
 
@@ -89,7 +115,9 @@ def main() -> None:
     parser.add_argument("names", nargs="+", help="result files below bench/results, without .json")
     for name in parser.parse_args().names:
         record = json.loads((RESULTS / f"{name}.json").read_text())
-        figure, axes = (curves if points(record["numbers"], "a") else bars)(record, pyplot)
+        by_rate = any(".rate" in key for key in record["numbers"])
+        draw = rates if by_rate else curves if points(record["numbers"], "a") else bars
+        figure, axes = draw(record, pyplot)
         for axis in axes:
             axis.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()

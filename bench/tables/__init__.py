@@ -10,6 +10,7 @@ from bench.common import RESULTS
 from .agents import agents
 from .formats import decode, formats
 from .questions import long_contexts, one_shot, presets
+from .rates import rates
 from .singles import SINGLES, singles
 from .text import CARDS, bare, titled
 
@@ -21,7 +22,8 @@ def tables(board: dict[str, dict], results: Path = RESULTS) -> str:
     """Markdown lines of all tables, pictures and commands."""
     used: set[str] = set()
     text: list[str] = []
-    for make in (formats, decode, presets, one_shot, long_contexts, partial(agents, results=results)):
+    measured = (partial(make, results=results) for make in (agents, rates))
+    for make in (formats, decode, presets, one_shot, long_contexts, *measured):
         part, names = make(board)
         text, used = [*text, *part], used | names
     rest = [bare(name) for name in board if name not in used]
@@ -32,7 +34,8 @@ def tables(board: dict[str, dict], results: Path = RESULTS) -> str:
 def pictures(results: Path) -> list[str]:
     """Links to the plots of `bench.e2e.plot` for each GPU model."""
     titles = {"serving": "64 sessions in equal KV memory", "agents": "Agents in equal KV memory",
-              "agent_replay": "Recorded coding agents", "agent_replay_bfcl": "Agents in BFCL's dialogues"}  # fmt: skip
+              "agent_replay": "Recorded coding agents", "agent_replay_bfcl": "Agents in BFCL's dialogues",
+              "rates": "One-shot prompts by rate"}  # fmt: skip
     links = []
     for card, name in CARDS.items():
         for bench, title in titles.items():

@@ -50,8 +50,6 @@ SINGLES = {
     "papers.longgen_text.vs_bf16.leankv": "the same, leankv",
     "papers.longgen_text.vs_bf16.leankv-calibrated": "the same, leankv at the thresholds calibrated by answers",
     "papers.longgen_text.vs_bf16.leankv-small-pages": "the same, pages of 3776 bytes instead of 6464",
-    **{f"papers.rate{r}": f"output tokens/s vs. stock bf16, 64 one-shot prompts of 4096 tokens at {r}x, KV memory for 6"
-       for r in (1, 2, 4, 8, 16, 32, 64)},
     **{f"papers.longest.{k}": f"longest prompt served in equal KV memory vs. stock bf16, {k}"
        for k in ("k4v4", "oneshot-8x", "oneshot-16x", "oneshot-32x")},
     **{f"papers.leankv.pruned_share.{m}": f"tokens of shared contexts that leankv drops without a significant loss, {t}"

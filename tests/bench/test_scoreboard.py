@@ -148,6 +148,18 @@ def test_intervals_agree_with_tango():
     assert intervals.paired(0, 0, 104)[1] == pytest.approx(z2 / (104 + z2), abs=1e-6)
 
 
+def test_rates_of_one_shot_prompts_have_table(tmp_path):
+    def row(running: int, speed: float) -> dict:
+        speeds = {"running_most": running, "output_tok_s": speed, "ttft_ms_median": 1500.0, "itl_ms_median": 7.5}
+        return {"options": ["--attention-backend", "fa3"], **speeds}
+
+    numbers = {"bf16.rate1": row(6, 500.0), "kvc.rate1": row(18, 1000.0), "kvc.rate64": row(64, 2000.0)}
+    write(tmp_path, "e2e/rates_h100", "NVIDIA H100 80GB HBM3", numbers=numbers, papers__rate64=(4.0, "x output tok/s"))
+    text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert "|  | stock bf16 | 1x | 64x |" in text and "| vs. stock bf16 | 1.00x | 2.00x | 4.00x |" in text
+    assert "| running requests, most | 6 | 18 | 64 |" in text and "## Speed" not in text
+
+
 def test_one_shot_prompts_and_long_contexts_have_separate_tables():
     source = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
     points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **source}
