@@ -29,7 +29,7 @@ from .host_tier import HostTier
 from .identity import file_digest
 from .ledger import Ledger
 from .one_shot import Budget, OneShotPrompt
-from .op_queue import NO_GROUPS, Compact, EndGap, OpLog, Release, Take
+from .op_queue import NO_GROUPS, Compact, EndGap, Load, OpLog, Release, Save, Take
 from .page_ops import PageOps, PendingCounts
 from .replanning import Replanning
 from .sequence import Sequence, extend_each
@@ -289,14 +289,18 @@ class Runtime:
     def flush(self, *, all_loads: bool = False) -> None:
         """Apply all queued operations in order. Called on the forward stream before any layer runs. Copies of a long
         load are spread over several flushes, unless `all_loads`."""
+        self._inexact_queued = False
         began = time.perf_counter()
-        compacted = self._inexact_queued = False
         for op in self.log.drain():
             self.pending += self.page_ops.run(op, self.step)
-            compacted |= isinstance(op, Compact)
-        self.page_ops.launch_loads(all_of_them=all_loads)
-        if compacted:
-            self.counters.compaction_ms += 1e3 * (time.perf_counter() - began)
+            began, spent = (now := time.perf_counter()), 1e3 * (now - began)
+            if isinstance(op, Compact):
+                self.counters.compaction_ms += spent
+            elif isinstance(op, Save | Load):
+                self.counters.transfer_ms += spent
+        if self.page_ops.loads_left:
+            self.page_ops.launch_loads(all_of_them=all_loads)
+            self.counters.transfer_ms += 1e3 * (time.perf_counter() - began)
 
     def harvest(self, step: int) -> None:
         """Enter the page counts of compactions up to those at the start of forward `step`, whose results the CPU has

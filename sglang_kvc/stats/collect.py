@@ -112,6 +112,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         compaction_ms=runtime.counters.compaction_ms,
         evicted_blocks=runtime.counters.evicted_blocks,
         demoted_blocks=runtime.counters.demoted_blocks,
+        transfer_ms=runtime.counters.transfer_ms,
         **({} if runtime.host_tier is None else _host(runtime.host_tier)),
     )
 

@@ -125,14 +125,15 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
     if s.occupancy is not None:
         out.append(("occupancy", f"{100 * s.occupancy:.1f} % of the packed pages' token slots"))
     mean = f", {s.compaction_ms / s.compactions:.2f} ms each" if s.compactions else ""
-    out.append(("compactions", f"{s.compactions} blocks in {s.compaction_ms:.0f} ms{mean}"))
+    out.append(("compactions", f"{s.compactions} blocks in {s.compaction_ms:.0f} ms of host time{mean}"))
     out.append(("evicted", f"{s.evicted_blocks} blocks"))
     if s.demoted_blocks:
         out.append(("demoted", f"{s.demoted_blocks} blocks moved to a lower format"))
     if s.host_bytes_total:
         used = f"{_size(s.host_bytes)} of {_size(s.host_bytes_total)} in use by {s.host_blocks} blocks"
         out.append(("host memory", used))
-        out.append(("host traffic", f"{_size(s.host_saved_bytes)} out, {_size(s.host_loaded_bytes)} back"))
+        moved = f"{_size(s.host_saved_bytes)} out, {_size(s.host_loaded_bytes)} back"
+        out.append(("host traffic", f"{moved} in {s.transfer_ms:.0f} ms of host time"))
     if s.disk_bytes_total:
         out.append(("disk", f"{_size(s.disk_bytes)} of {_size(s.disk_bytes_total)} in {s.disk_blocks} files"))
     if s.disk_bytes_total or s.disk_written_bytes or s.disk_read_bytes:

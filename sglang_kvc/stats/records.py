@@ -35,7 +35,7 @@ class KvcStats:
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "bf16", "high", "low", "pruned"
     occupancy: float | None = None  # share of the packed pages' token slots that hold a token
     compactions: int = 0  # blocks compacted since start
-    compaction_ms: float = 0.0
+    compaction_ms: float = 0.0  # host time of compactions: their launches on a GPU, the work itself on a CPU
     evicted_blocks: int = 0
     demoted_blocks: int = 0  # moves to a lower format since start
     host_bytes: int = 0  # bytes of host memory in use
@@ -43,6 +43,7 @@ class KvcStats:
     host_blocks: int = 0  # blocks in host memory
     host_saved_bytes: int = 0  # bytes copied to the host since start
     host_loaded_bytes: int = 0  # bytes copied back since start
+    transfer_ms: float = 0.0  # host time of both, like `compaction_ms`
     disk_bytes: int = 0  # bytes of files; with a storage backend, bytes that this server wrote
     disk_bytes_total: int = 0  # 0: there is no disk tier, or a storage backend
     disk_blocks: int = 0  # blocks in files; with a storage backend, blocks that this server wrote
@@ -102,7 +103,7 @@ class KvcStats:
         if self.host_bytes_total:
             used, total = self.host_bytes / 1e9, self.host_bytes_total / 1e9
             moved = f"{self.host_saved_bytes / 1e9:.1f} GB out, {self.host_loaded_bytes / 1e9:.1f} GB back"
-            parts.append(f"host {used:.1f} of {total:.1f} GB, {moved}")
+            parts.append(f"host {used:.1f} of {total:.1f} GB, {moved} in {self.transfer_ms:.0f} ms")
         moved = f"{self.disk_written_bytes / 1e9:.1f} GB written, {self.disk_read_bytes / 1e9:.1f} GB read"
         if self.disk_bytes_total:
             parts.append(f"disk {self.disk_bytes / 1e9:.1f} of {self.disk_bytes_total / 1e9:.1f} GB, {moved}")

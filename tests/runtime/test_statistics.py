@@ -14,7 +14,7 @@ from sglang_kvc.cache.blocks import State
 from sglang_kvc.stats import collect
 from sglang_kvc.stats.collect import figures, measure
 
-from .model import ONE_RANK, H, L, P, ToyServer
+from .model import ONE_RANK, H, L, P, ToyServer, make_runtime
 
 
 @pytest.fixture
@@ -122,3 +122,20 @@ def test_snapshot_after_tier_was_emptied_is_new(clock, tmp_path):
         assert [internal_state.snapshot(server.runtime)["made"] for _ in range(2)] == [number, number]
         empty()
     assert internal_state.snapshot(server.runtime)["made"] == 3
+
+
+def test_host_time_of_copies_is_not_that_of_compactions():
+    runtime = make_runtime(high="k4v4", window=0, host_memory=200_000)
+    runtime.attach_host_tier()
+    blocks = np.array(runtime.take([0] * 3))
+    runtime.flush()
+    runtime.queue_due(blocks)
+    runtime.flush()
+    compaction, copies = runtime.counters.compaction_ms, runtime.counters.transfer_ms
+    assert compaction > 0 and copies == 0
+    stored = runtime.host_tier.save(blocks)
+    runtime.flush()
+    saved = runtime.counters.transfer_ms
+    runtime.host_tier.load(stored)
+    runtime.flush()
+    assert runtime.counters.transfer_ms > saved > 0 and runtime.counters.compaction_ms == compaction

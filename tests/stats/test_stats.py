@@ -56,6 +56,13 @@ def test_demoted_blocks_are_shown_only_if_present():
     assert metrics.GAUGES["demoted_blocks"][1](demoted) == 7 and KvcStats.from_dict(demoted.to_dict()) == demoted
 
 
+def test_host_traffic_is_shown_with_its_host_time():
+    hosted = replace(STATS, host_bytes=10**9, host_bytes_total=2 * 10**9, host_saved_bytes=3 * 10**9, transfer_ms=12.3)
+    assert hosted.log_line().endswith(", host 1.0 of 2.0 GB, 3.0 GB out, 0.0 GB back in 12 ms")
+    assert dict(inspect.rows(hosted))["host traffic"].endswith(" back in 12 ms of host time")
+    assert metrics.GAUGES["transfer_seconds"][1](hosted) == pytest.approx(0.0123)
+
+
 def test_block_ids_are_counted():
     server = ToyServer(high="k4v4", window=0)
     stats = [collect.measure(server.runtime, detail=False)]
