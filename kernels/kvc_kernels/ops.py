@@ -25,7 +25,6 @@ from .pages.dense import block_digest, block_scores, block_tiers, load_dense
 from .pages.reference import block_head_pages, check_invariants
 from .pages.tiers import HIGH, LOW, PRUNED, TokenPlaces, token_places
 from .records import reference as records_reference
-from .records.reference import record_places
 from .scores import reference as scores_reference
 from .scores.prompt_end import LastQueries, prompt_scores
 from .scores.recurrence import recurrence

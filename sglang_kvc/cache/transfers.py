@@ -49,7 +49,6 @@ class _Fill:
     ids: torch.Tensor
     units: np.ndarray
     loading: Loading
-    places: Any = None  # of `ids`, from the first launch on; used on the move stream alone
     done: int = 0
 
 
@@ -93,7 +92,6 @@ class Transfers:
         units_each = units.shape[1]
         self.bytes_saved += units.size * self.memory.unit_bytes
         ids, at = self.store.upload(blocks), 0
-        places = ops.record_places(self.store, ids)
         while at < len(blocks):
             buffer, filled, emptied = self.save_buffers[0]
             self.save_buffers.rotate(-1)
@@ -103,7 +101,7 @@ class Transfers:
             at += len(rows)
             if self.on_gpu:
                 emptied.wait()
-            ops.write_records(self.store, ids[part], rows, places.part(part))
+            ops.write_records(self.store, ids[part], rows)
             if not self.on_gpu:
                 self._copy(units[part], rows, to_host=True)
                 continue
@@ -160,8 +158,6 @@ class Transfers:
 
     def _fill_next(self, fill: _Fill) -> None:
         """Copy as many records as a buffer holds."""
-        if fill.places is None:
-            fill.places = ops.record_places(self.store, fill.ids)
         buffer, filled, emptied = self.load_buffers[0]
         self.load_buffers.rotate(-1)
         rows = self._rows(buffer, fill.units.shape[1])
@@ -176,7 +172,7 @@ class Transfers:
             filled.wait()
         else:
             self._copy(fill.units[part], rows, to_host=False)
-        ops.read_records(self.store, fill.ids[part], rows, fill.places.part(part))
+        ops.read_records(self.store, fill.ids[part], rows)
         if self.on_gpu:
             emptied.record()
 

@@ -164,10 +164,10 @@ def records(store: PageStore, ids: list[int], format_id: int) -> None:
     stride = host.units_for(store.layout.block_pages_bf16) * host.unit_bytes
     buffer = torch.zeros((len(blocks), stride), dtype=torch.uint8, device=store.device)
     counts = store.counts[blocks].clone()
-    ops.write_records(store, blocks, buffer, ops.record_places(store, blocks))
+    ops.write_records(store, blocks, buffer)
     ops.release(store, blocks)
     ops.take_stored(store, blocks, format_id, counts)
-    ops.read_records(store, blocks, buffer, ops.record_places(store, blocks))
+    ops.read_records(store, blocks, buffer)
 
 
 def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:

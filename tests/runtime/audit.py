@@ -121,7 +121,7 @@ def unpacked_records(tier, stored: list[int]) -> tuple[PageStore, list[int]]:
         data, at = tier.memory.data[units].reshape(1, -1), torch.tensor([block])
         counts = torch.from_numpy(tier.transfers.counts(np.array([unit])))
         ops.take_stored(store, at, int(tier.format_id[unit]), counts)
-        ops.read_records(store, at, data, ops.record_places(store, at))
+        ops.read_records(store, at, data)
     return store, list(range(1, n + 1))
 
 

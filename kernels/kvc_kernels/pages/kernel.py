@@ -26,7 +26,7 @@ class Exchange(NamedTuple):
     pages: torch.Tensor  # int32 [n]: pages of each block afterwards
 
 
-def _tier_tokens(layout: PoolLayout, block_format: BlockFormat) -> tuple[int, int]:
+def tier_tokens(layout: PoolLayout, block_format: BlockFormat) -> tuple[int, int]:
     """Tokens per page of the high and the low tier of `block_format`, 0 for a missing tier. Uncompressed pages count 0,
     because they come as whole rows.
     """
@@ -184,7 +184,7 @@ def _swap_constants(store: PageStore, format_id: int) -> tuple:
     if (known := store.launch_constants.get(("swap", format_id))) is None:
         layout, p = store.layout, store.layout.block_tokens
         rows, entries, padded = _constants(layout)
-        block_formats = tuple(_tier_tokens(layout, r) for r in store.block_formats)
+        block_formats = tuple(tier_tokens(layout, r) for r in store.block_formats)
         to = block_formats[format_id] if format_id > 0 else (0, 0)
         known = rows, entries, padded, triton.next_power_of_2(rows), (p, triton.next_power_of_2(p), to, block_formats)
         store.launch_constants["swap", format_id] = known

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 from ..layout import RecordLayout
-from ..pages.kernel import exchange_pages, take_bf16
+from ..pages.kernel import exchange_pages, take_bf16, tier_tokens
 from ..store import PageStore
-from .reference import Places
 
 CHUNK = 2048  # words of 4 bytes that a program moves at a time
 # A program is one warp, so it takes the place of one decode CTA if both kernels run.
@@ -31,62 +30,92 @@ def _copy_words(source, target, WORDS: tl.constexpr, CHUNK: tl.constexpr, REST: 
         tl.store(target + last, rest, mask=last < WORDS)
 
 
+@triton.jit
+def _page_counts(counts, format_id, FORMATS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Pages (high, low) of heads whose counts are words `counts`, in a block of storage format `format_id`. FORMATS:
+    tokens per page of each format's tiers, 0 for a missing one."""
+    high = tl.where(format_id == 0, ENTRIES, 0) + counts * 0
+    low = counts * 0
+    for f in tl.static_range(1, len(FORMATS)):
+        high = tl.where(format_id == f, ((counts & 0xFFFF) + FORMATS[f][0] - 1) // FORMATS[f][0], high)
+        if FORMATS[f][1] > 0:
+            low = tl.where(format_id == f, ((counts >> 16) + FORMATS[f][1] - 1) // FORMATS[f][1], low)
+    return high, low
+
+
 # The blocks of one buffer are a slice of those of an operation. Its alignment must not select another compiled kernel.
-@triton.jit(do_not_specialize_on_alignment=["blocks", "ids", "places"])
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
 def _copy_records_kernel(
-    pages, headers, counts, query_counts, blocks, records, ids, places, stride,
-    PAGE: tl.constexpr, HEADER: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, COUNTS_AT: tl.constexpr,
-    QUERIES_AT: tl.constexpr, HEADERS_AT: tl.constexpr, PAGES_AT: tl.constexpr, CHUNK: tl.constexpr,
-    PAGE_REST: tl.constexpr, HEADER_REST: tl.constexpr, SIDE: tl.constexpr, TO_RECORDS: tl.constexpr,
+    pages, table, format_id, headers, counts, query_counts, blocks, records, stride,
+    PAGE: tl.constexpr, HEADER: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, FORMATS: tl.constexpr,
+    COUNTS_AT: tl.constexpr, QUERIES_AT: tl.constexpr, HEADERS_AT: tl.constexpr, PAGES_AT: tl.constexpr,
+    CHUNK: tl.constexpr, PAGE_REST: tl.constexpr, HEADER_REST: tl.constexpr, ROW_SIDE: tl.constexpr,
+    ENTRY_SIDE: tl.constexpr, TO_RECORDS: tl.constexpr,
 ):
     """grid (n * ROWS,): a program copies the key header, the counts and the pages of one head of one block to their
     places in the block's record, or back; with a block's first head also the query count.
 
-    All in words of 4 bytes: pages `[num_pages, PAGE]`, headers `[num_blocks, ROWS, HEADER]`, counts
-    `[num_blocks, ROWS]`, records `stride` apart. ids, places int64 `[n, ROWS * ENTRIES]`. Counts are not read back,
-    because the blocks got them when their pages were taken.
+    All in words of 4 bytes: pages `[num_pages, PAGE]`, table `[num_blocks, ROWS, ENTRIES]`, headers
+    `[num_blocks, ROWS, HEADER]`, counts `[num_blocks, ROWS]`, records `stride` apart. Counts are not read back, because
+    the blocks got them when their pages were taken.
     """
-    entry = tl.arange(0, SIDE)
-    row = tl.program_id(0).to(tl.int64)
-    page_ids = tl.load(ids + row * ENTRIES + entry, mask=entry < ENTRIES, other=0)
-    page_places = tl.load(places + row * ENTRIES + entry, mask=entry < ENTRIES, other=-1)
-    n = row // ROWS
-    head = row % ROWS
-    record = records + n * stride
+    program = tl.program_id(0).to(tl.int64)
+    n = program // ROWS
+    head = program % ROWS
     block = tl.load(blocks + n)
+    # Pages of all heads of the block, since those before this head come first in the record.
+    rows = tl.arange(0, ROW_SIDE)
+    words = tl.load(counts + block * ROWS + rows, mask=rows < ROWS, other=0)
+    entry = tl.arange(0, ENTRY_SIDE)
+    ids = tl.load(table + (block * ROWS + head) * ENTRIES + entry, mask=entry < ENTRIES, other=0)
+    high, low = _page_counts(words, tl.load(format_id + block).to(tl.int32), FORMATS, ENTRIES)
+    first = tl.sum(tl.where(rows < head, high + low, 0))
+    high_pages = tl.sum(tl.where(rows == head, high, 0))
+    low_pages = tl.sum(tl.where(rows == head, low, 0))
+    record = records + n * stride
     header = headers + (block * ROWS + head) * HEADER
     stored_header = record + HEADERS_AT + head * HEADER
     if TO_RECORDS:
         _copy_words(header, stored_header, HEADER, CHUNK, HEADER_REST)
-        tl.store(record + COUNTS_AT + head, tl.load(counts + block * ROWS + head))
+        tl.store(record + COUNTS_AT + head, tl.sum(tl.where(rows == head, words, 0)))
         if head == 0:
             tl.store(record + QUERIES_AT, tl.load(query_counts + block))
     else:
         _copy_words(stored_header, header, HEADER, CHUNK, HEADER_REST)
         if head == 0:
             tl.store(query_counts + block, tl.load(record + QUERIES_AT))
-    # A head's places begin with its pages.
-    for e in range(tl.sum((page_places >= 0).to(tl.int32))):
-        page = pages + tl.sum(tl.where(entry == e, page_ids, 0)) * PAGE
-        stored = record + PAGES_AT + tl.sum(tl.where(entry == e, page_places, 0)) * PAGE
+    for e in range(high_pages + low_pages):
+        at = tl.where(e < high_pages, e, ENTRIES - 1 - (e - high_pages))  # low pages lie at the end, in reverse
+        page = pages + tl.sum(tl.where(entry == at, ids, 0)).to(tl.int64) * PAGE
+        stored = record + PAGES_AT + (first + e).to(tl.int64) * PAGE
         if TO_RECORDS:
             _copy_words(page, stored, PAGE, CHUNK, PAGE_REST)
         else:
             _copy_words(stored, page, PAGE, CHUNK, PAGE_REST)
 
 
-def _copy(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places, to_records: bool) -> None:
+def _constants(store: PageStore) -> tuple:
+    """The kernel's constants from PAGE to ENTRY_SIDE."""
+    if (known := store.launch_constants.get(("records",))) is None:
+        layout, at = store.layout, RecordLayout(store.layout).offsets
+        heads, entries = layout.layers * layout.heads, layout.head_pages_bf16
+        page, header = layout.page_bytes // 4, layout.header_bytes // 4
+        formats = tuple(tier_tokens(layout, f) for f in store.block_formats)
+        offsets = (at[name] // 4 for name in ("counts", "query_count", "headers", "pages"))
+        rests = (triton.next_power_of_2(max(1, words % CHUNK)) for words in (page, header))
+        sides = triton.next_power_of_2(heads), triton.next_power_of_2(entries)
+        known = page, header, heads, entries, formats, *offsets, CHUNK, *rests, *sides
+        store.launch_constants["records",] = known
+    return known
+
+
+def _copy(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, to_records: bool) -> None:
     if not blocks.numel():
         return
-    layout, at = store.layout, RecordLayout(store.layout).offsets
-    heads, entries = layout.layers * layout.heads, layout.head_pages_bf16
-    page, header = layout.page_bytes // 4, layout.header_bytes // 4
-    rests = (triton.next_power_of_2(max(1, words % CHUNK)) for words in (page, header))
-    words = (x.view(torch.int32) for x in (store.pages, store.headers, store.counts, store.query_counts))
-    _copy_records_kernel[(blocks.numel() * heads,)](
-        *words, blocks.long(), records.view(torch.int32), *places, records.stride(0) // 4, page, header, heads,
-        entries, at["counts"] // 4, at["query_count"] // 4, at["headers"] // 4, at["pages"] // 4, CHUNK, *rests,
-        triton.next_power_of_2(entries), to_records, num_warps=WARPS,
+    headers, counts, pages = (x.view(torch.int32) for x in (store.headers, store.counts, store.pages))
+    _copy_records_kernel[(blocks.numel() * store.layout.layers * store.layout.heads,)](
+        pages, store.table, store.format_id, headers, counts, store.query_counts, blocks.long(),
+        records.view(torch.int32), records.stride(0) // 4, *_constants(store), to_records, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -102,11 +131,11 @@ def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: 
     store.query_counts.index_fill_(0, blocks, 0)
 
 
-def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
+def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
     """`reference.write_records` as a kernel. Rows of `records` are a multiple of 4 bytes apart."""
-    _copy(store, blocks, records, places, True)
+    _copy(store, blocks, records, True)
 
 
-def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
+def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
     """`reference.read_records` as a kernel. Rows of `records` are a multiple of 4 bytes apart."""
-    _copy(store, blocks, records, places, False)
+    _copy(store, blocks, records, False)

@@ -5,8 +5,6 @@ A record holds exactly the bytes of the pages, so a block comes back unchanged.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ..layout import RecordLayout
@@ -41,27 +39,15 @@ def read_meta(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> 
     store.headers.index_copy_(0, blocks, headers)
 
 
-class Places(NamedTuple):
-    """Pages of n blocks, `ids`, and their places in the blocks' records, both int64 `[n, L * H * E]`. A place of -1
-    means no page."""
-
-    ids: torch.Tensor
-    places: torch.Tensor
-
-    def part(self, rows: slice) -> Places:
-        return Places(self.ids[rows], self.places[rows])
-
-
-def record_places(store: PageStore, blocks: torch.Tensor) -> Places:
-    """The places of `blocks[n]` (taken), for one or several calls of `write_records` or `read_records`."""
-    blocks = blocks.long()
+def _places(store: PageStore, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pages of `blocks[n]`: for each its row in `blocks`, its place in the block's record and its id, all int64."""
     high, low = block_tier_pages(store, blocks)
-    ids = table_order(store.table[blocks], high, low).long()
+    ids = table_order(store.table[blocks], high, low)
     count = (high + low).flatten(1)
     first = count.cumsum(1) - count
     entry = torch.arange(ids.shape[-1], device=ids.device)
-    places = torch.where(entry < count.unsqueeze(-1), first.unsqueeze(-1) + entry, -1)
-    return Places(ids.flatten(1), places.flatten(1))
+    row, head, at = (entry < count.unsqueeze(-1)).nonzero(as_tuple=True)
+    return row, first[row, head] + at, ids.flatten(1, 2)[row, head, at].long()
 
 
 def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: torch.Tensor) -> None:
@@ -84,21 +70,20 @@ def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: 
     store.query_counts.index_fill_(0, blocks, 0)
 
 
-def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
-    """Write `blocks[n]` (taken, full), with their `places`, to uint8 `records` `[n, bytes]`. Bytes after the pages
-    stay unchanged."""
+def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
+    """Write `blocks[n]` (taken, full) to uint8 `records` `[n, bytes]`. Bytes after the pages stay unchanged."""
     blocks = blocks.long()
     write_meta(store, blocks, records)
-    row, entry = (places.places >= 0).nonzero(as_tuple=True)
-    _pages(store, records)[row, places.places[row, entry]] = store.pages[places.ids[row, entry]]
+    row, place, ids = _places(store, blocks)
+    _pages(store, records)[row, place] = store.pages[ids]
 
 
-def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
-    """Fill `blocks[n]`, which `take_stored` gave pages, with their `places` from their records, uint8 `[n, bytes]`."""
+def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
+    """Fill `blocks[n]`, which `take_stored` gave pages, from their records, uint8 `[n, bytes]`."""
     blocks = blocks.long()
     read_meta(store, blocks, records)
-    row, entry = (places.places >= 0).nonzero(as_tuple=True)
-    store.pages[places.ids[row, entry]] = _pages(store, records)[row, places.places[row, entry]]
+    row, place, ids = _places(store, blocks)
+    store.pages[ids] = _pages(store, records)[row, place]
 
 
 def _pages(store: PageStore, records: torch.Tensor) -> torch.Tensor:

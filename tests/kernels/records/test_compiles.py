@@ -14,10 +14,9 @@ from kvc_kernels.decode.attention import GLUON_REGISTERS
 from kvc_kernels.formats import BF16, FORMATS
 from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.records import kernel
-from kvc_kernels.records.reference import Places
 from kvc_kernels.store import PageStore
 
-ARRAYS = ("pages", "headers", "counts", "query_counts", "records")
+ARRAYS = ("pages", "table", "format_id", "headers", "counts", "query_counts", "records")
 
 
 @pytest.mark.parametrize("to_records", [False, True])
@@ -28,19 +27,18 @@ def test_mover_program_fits_where_decode_cta_fits(to_records, tmp_path, monkeypa
     layout = PoolLayout(2, 8, 128, 128, size)
     store = PageStore.create(layout, formats, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
     blocks = torch.arange(2)
-    places = Places(*torch.zeros((2, 2, 2 * 8 * layout.head_pages_bf16), dtype=torch.int64))
 
     class Launch:
         def __getitem__(self, grid):
             return lambda *args, **options: launched.append((grid, args, options))
 
     monkeypatch.setattr(kernel, "_copy_records_kernel", Launch())
-    kernel._copy(store, blocks, torch.zeros((2, 1 << 20), dtype=torch.uint8), places, to_records)
+    kernel._copy(store, blocks, torch.zeros((2, 1 << 20), dtype=torch.uint8), to_records)
     monkeypatch.undo()
     ((grid, args, options),) = launched
     names = kernel._copy_records_kernel.arg_names
     assert grid == (32,) and options == {"num_warps": 1}
-    types = {torch.int32: "*i32", torch.int64: "*i64"}
+    types = {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
     signature = {
         n: types[v.dtype] if isinstance(v, torch.Tensor) else "constexpr" if n.isupper() else "i32"
         for n, v in zip(names, args, strict=True)

@@ -14,8 +14,8 @@ from tests.kernels.records.roundtrip import BLOCKS, digests, empty_records, pack
 def test_kernel_equals_reference(has_scores, to_format):
     a, b = (packed_store(has_scores, to_format) for _ in range(2))
     records = [empty_records(a, len(BLOCKS)) for _ in range(2)]
-    ops.write_records(a, BLOCKS, records[0], ops.record_places(a, BLOCKS))
-    kernel.write_records(b, BLOCKS, records[1], ops.record_places(b, BLOCKS))
+    ops.write_records(a, BLOCKS, records[0])
+    kernel.write_records(b, BLOCKS, records[1])
     assert torch.equal(*records)
     before, ids = digests(a, BLOCKS), torch.tensor([4, 1, 6])
     for store in (a, b):
@@ -24,6 +24,6 @@ def test_kernel_equals_reference(has_scores, to_format):
     ops.take_stored(a, ids, to_format, counts)
     kernel.take_stored(b, ids, to_format, counts)
     same_state(a, b)
-    kernel.read_records(b, ids, records[1], ops.record_places(b, ids))
+    kernel.read_records(b, ids, records[1])
     assert digests(b, ids) == before
     assert torch.equal(b.query_counts[ids], a.query_counts.new_tensor([7, 1, 9]))

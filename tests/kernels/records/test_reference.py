@@ -14,7 +14,7 @@ def test_block_round_trips_with_same_bytes(has_scores, to_format):
     store = packed_store(has_scores, to_format)
     before, queries = digests(store, BLOCKS), store.query_counts[BLOCKS].clone()
     records = empty_records(store, len(BLOCKS))
-    ops.write_records(store, BLOCKS, records, ops.record_places(store, BLOCKS))
+    ops.write_records(store, BLOCKS, records)
     counts = stored_counts(store, records)
     assert torch.equal(counts, store.counts[BLOCKS])
 
@@ -23,7 +23,7 @@ def test_block_round_trips_with_same_bytes(has_scores, to_format):
     ids = torch.tensor([1, 2, 4])
     ops.take_stored(store, ids, to_format, counts)
     ops.check_invariants(store)
-    ops.read_records(store, ids, records, ops.record_places(store, ids))
+    ops.read_records(store, ids, records)
     assert digests(store, ids) == before
     assert torch.equal(store.query_counts[ids], queries)
     ops.check_invariants(store)
@@ -33,12 +33,12 @@ def test_record_does_not_depend_on_page_ids_and_ends_with_pages():
     """Equal blocks in different pages have equal records, and nothing is written after them."""
     one, other = packed_store(False, 2), packed_store(False, 2)
     records = [empty_records(s, len(BLOCKS)) for s in (one, other)]
-    ops.write_records(one, BLOCKS, records[0], ops.record_places(one, BLOCKS))
+    ops.write_records(one, BLOCKS, records[0])
     ops.release(other, BLOCKS)
     ids = torch.tensor([4, 1, 6])
     ops.take_stored(other, ids, 2, stored_counts(one, records[0]))
-    ops.read_records(other, ids, records[0], ops.record_places(other, ids))
-    ops.write_records(other, ids, records[1], ops.record_places(other, ids))
+    ops.read_records(other, ids, records[0])
+    ops.write_records(other, ids, records[1])
     assert torch.equal(records[0], records[1])
     pages = ops.block_head_pages(one, BLOCKS).sum((1, 2)).tolist()
     layout = RecordLayout(one.layout)
@@ -51,6 +51,6 @@ def test_empty_list_of_blocks():
     none = torch.zeros(0, dtype=torch.int64)
     before = store.cursor.clone()
     ops.take_stored(store, none, 1, torch.zeros((0, 2, 2, 2), dtype=torch.int16))
-    ops.write_records(store, none, empty_records(store, 0), ops.record_places(store, none))
-    ops.read_records(store, none, empty_records(store, 0), ops.record_places(store, none))
+    ops.write_records(store, none, empty_records(store, 0))
+    ops.read_records(store, none, empty_records(store, 0))
     assert torch.equal(store.cursor, before)
