@@ -142,7 +142,7 @@ class DiskTier:
     def fetch(self, keys: Sequence[bytes], sizes: Sequence[int], room: Sequence[int]) -> Fetch:
         """Read the records of `keys`, which have `sizes` bytes, into host memory for records of `room` bytes. The
         caller has checked that it is free."""
-        fetch = Fetch(self.tier.reserve(room), list(keys), list(sizes), self.tier.transfers.num_queued)
+        fetch = Fetch(self.tier.reserve(room), list(keys), list(sizes), self.tier.transfers.next_batch)
         self._fetches.append(fetch)
         return fetch
 

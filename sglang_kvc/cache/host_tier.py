@@ -64,7 +64,7 @@ class HostTier:
         self.saved_blocks += len(ids)
         for k in np.unique(needed).tolist():
             same = needed == k
-            self.save_number[ids[same]] = self.transfers.queued()
+            self.save_number[ids[same]] = self.transfers.queue_save()
             self.runtime.log.push(Save(blocks[same], self.units[ids[same], :k]))
         return ids
 

@@ -131,14 +131,29 @@ Op = Take | Release | Compact | Save | Load | PackPrompt | Thin | EndGap
 
 @dataclass
 class _Merge:
-    """Operations of one kind that run as one. `blocks` holds the ids of all their blocks."""
+    """Operations of one kind that run as one. `blocks` holds the ids of all their blocks, `units` the units of host
+    memory that they read or write."""
 
     ops: list[Op]
     blocks: set[int]
+    units: set[int]
 
     def add(self, op: Op) -> None:
         self.ops.append(op)
         self.blocks.update(op.blocks.tolist())
+        if isinstance(op, PackPrompt | Thin):
+            self.blocks.update(op.into.tolist())
+        elif isinstance(op, Save | Load):
+            self.units.update(op.units.ravel().tolist())
+
+    def is_like(self, op: Op) -> bool:
+        """Whether one operation can replace `op` and those of this merge."""
+        first = self.ops[0]
+        if isinstance(op, Compact) and isinstance(first, Compact):
+            return (op.from_format, op.to_format) == (first.from_format, first.to_format)
+        if isinstance(op, Save) and isinstance(first, Save):
+            return op.units.shape[1] == first.units.shape[1]
+        return isinstance(op, Take | Release) and type(op) is type(first)
 
     def merged(self) -> Op:
         if len(self.ops) == 1:
@@ -153,9 +168,11 @@ class OpLog:
     each kind once for all requests.
 
     The order is the contract: the ledger charges every operation under the assumption that all earlier ones have run.
-    Merging neighbors keeps the order. A compaction may also run before earlier operations on other blocks, because it
-    draws on the reserve only and leaves no fewer pages free. It never runs before an earlier `Take`, which may take its
-    blocks.
+    Merging neighbors keeps the order. Two kinds may also run before earlier operations on other blocks:
+
+    - A compaction draws on the reserve only and leaves no fewer pages free. It never runs before an earlier `Take`,
+      which may take its blocks.
+    - A save takes and returns no pages. It never runs before an earlier save of, or load from, its units.
     """
 
     _merges: list[_Merge] = field(default_factory=list)
@@ -164,27 +181,27 @@ class OpLog:
         return len(self._merges)
 
     def push(self, op: Op) -> None:
-        if isinstance(op, Compact):
-            merge = self._merge_of(op)
-        elif isinstance(op, (Take, Release)):
-            merge = self._merges[-1] if self._merges and type(op) is type(self._merges[-1].ops[0]) else None
-        else:
-            merge = None
+        merge, at = self._place(op)
         if merge is None:
-            merge = _Merge([], set())
-            self._merges.append(merge)
+            merge = _Merge([], set(), set())
+            self._merges.insert(at, merge)
         merge.add(op)
 
-    def _merge_of(self, op: Compact) -> _Merge | None:
-        """The last compaction between the same block formats, if `op` may run with it."""
-        blocks = op.blocks.tolist()
-        for earlier in reversed(self._merges):
-            first = earlier.ops[0]
-            if isinstance(first, Take) or not earlier.blocks.isdisjoint(blocks):
-                return None
-            if isinstance(first, Compact) and (op.from_format, op.to_format) == (first.from_format, first.to_format):
-                return earlier
-        return None
+    def _place(self, op: Op) -> tuple[_Merge | None, int]:
+        """The merge that `op` joins; None: it begins one, at the index that follows."""
+        end = len(self._merges)
+        if not isinstance(op, Compact | Save):
+            return (self._merges[-1], end) if self._merges and self._merges[-1].is_like(op) else (None, end)
+        blocks, units = op.blocks.tolist(), op.units.ravel().tolist() if isinstance(op, Save) else []
+        for at, earlier in reversed([*enumerate(self._merges, 1)]):
+            after_take = isinstance(op, Compact) and isinstance(earlier.ops[0], Take)
+            if after_take or not earlier.blocks.isdisjoint(blocks):
+                return None, at if isinstance(op, Save) else end
+            if earlier.is_like(op):
+                return earlier, at
+            if not earlier.units.isdisjoint(units):
+                return None, at
+        return None, 0 if isinstance(op, Save) else end
 
     def drain(self) -> list[Op]:
         merges, self._merges = self._merges, []

@@ -298,6 +298,8 @@ class Runtime:
                 self.counters.compaction_ms += spent
             elif isinstance(op, Save | Load):
                 self.counters.transfer_ms += spent
+        if self.host_tier is not None:
+            self.host_tier.transfers.end_batch()
         if self.page_ops.loads_left:
             self.page_ops.launch_loads(all_of_them=all_loads)
             self.counters.transfer_ms += 1e3 * (time.perf_counter() - began)

@@ -60,6 +60,8 @@ class Transfers:
     are still in use. A load takes pages on the forward stream. One stream copies records into buffers, and another
     moves them from there into the pages. Before the CPU has seen the end of the load, no forward reads the blocks, and
     they are not released.
+
+    The saves that one flush launches have the same number: that of their batch.
     """
 
     def __init__(self, store: PageStore, layout: HostLayout, memory: HostMemory):
@@ -68,10 +70,11 @@ class Transfers:
         if self.on_gpu:
             self.save_stream, self.load_stream, self.move_stream = (torch.cuda.Stream(store.device) for _ in range(3))
         self.save_buffers, self.load_buffers = self._buffers(SAVE_BUFFERS), self._buffers(LOAD_BUFFERS)
-        # Event, first units and number of each save that may still run.
+        # Event, first units and number of each save that may still run, one entry per buffer.
         self.saving: deque[tuple[Any, np.ndarray, int]] = deque()
         self.fills: deque[_Fill] = deque()  # launched in part or not at all
-        self.num_queued = self.num_launched = 0  # save operations since start
+        self.batch = 0  # number of the saves that the next flush launches
+        self._queued = False  # whether there are any
         self.bytes_saved = self.bytes_loaded = 0
 
     def _buffers(self, n: int) -> deque[tuple[torch.Tensor, Any, Any]]:
@@ -112,19 +115,27 @@ class Transfers:
                 emptied.record()
                 ended = torch.cuda.Event()
                 ended.record()
-            self.saving.append((ended, units[part, 0], self.num_launched))
-        self.num_launched += 1
+            self.saving.append((ended, units[part, 0], self.batch))
 
-    def queued(self) -> int:
-        """Count one more queued save; returns its number."""
-        self.num_queued += 1
-        return self.num_queued - 1
+    def queue_save(self) -> int:
+        """Note that a save is queued; returns its number."""
+        self._queued = True
+        return self.batch
+
+    def end_batch(self) -> None:
+        """Note that no save is queued any more."""
+        self.batch, self._queued = self.next_batch, False
+
+    @property
+    def next_batch(self) -> int:
+        """A number above those of all saves so far."""
+        return self.batch + self._queued
 
     def num_saved(self) -> int:
         """A number below which all saves have ended."""
         while self.saving and self.saving[0][0].query():
             self.saving.popleft()
-        return self.saving[0][2] if self.saving else self.num_launched
+        return self.saving[0][2] if self.saving else self.batch
 
     def _wait_saved(self, first_units: np.ndarray) -> None:
         """Make the host wait until the records at `first_units` are complete."""
@@ -201,7 +212,7 @@ class Transfers:
 
     def synchronize(self) -> None:
         """Wait for all copies, and forget queued ones."""
-        self.num_launched = self.num_queued
+        self.end_batch()
         self.fills.clear()
         if self.on_gpu:
             for stream in (self.save_stream, self.load_stream, self.move_stream):

@@ -15,9 +15,10 @@ from kvc_kernels.layout import BlockFormat, PoolLayout
 from kvc_patches.allocation import around_alloc_for_extend
 from sglang_kvc.cache.blocks import Blocks, State
 from sglang_kvc.cache.ledger import Ledger
-from sglang_kvc.cache.op_queue import Compact, OpLog, Release, Take
+from sglang_kvc.cache.op_queue import Compact, Load, OpLog, Release, Save, Take
 from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.cache.sizing import size_pool
+from sglang_kvc.cache.transfers import Loading
 
 from .model import ToyServer, make_runtime
 
@@ -123,6 +124,37 @@ def test_compaction_stays_after_operations_it_depends_on():
     twice = (compact([5], 1, 1), compact([1], 1), compact([1], 1, 1))
     assert drained(*twice) == [("C", [5]), ("C", [1]), ("C", [1])]
     assert drained(compact([1], 1, 1), compact([1], 1, 1)) == [("C", [1]), ("C", [1])]
+
+
+def save(blocks, units):
+    return Save(np.array(blocks), np.array(units))
+
+
+def test_saves_of_many_evicted_nodes_merge_into_one_operation():
+    """An eviction saves and releases one node after the other."""
+    release = [Release(np.array([i])) for i in (1, 2, 3)]
+    evicted = (save([1], [[10]]), release[0], save([2], [[11, 12]]), release[1], save([3], [[13]]), release[2])
+    log = OpLog()
+    for op in evicted:
+        log.push(op)
+    two_units, one_unit, released = log.drain()
+    assert one_unit.blocks.tolist() == [1, 3] and one_unit.units.tolist() == [[10], [13]]
+    assert two_units.blocks.tolist() == [2] and two_units.units.tolist() == [[11, 12]]
+    assert released.blocks.tolist() == [1, 2, 3]
+
+
+def test_save_stays_after_operations_it_depends_on():
+    first, last = save([1], [[10]]), save([2], [[11]])
+    # It stays after operations on its block.
+    for between in (Take(np.array([2])), compact([2], 1), Release(np.array([2]))):
+        assert [name for name, _ in drained(first, between, last)] == ["S", type(between).__name__[0], "S"]
+    # Saves write to the same units in the order in which they were queued, and after loads from them.
+    wide = save([3], [[11, 12]])
+    assert drained(first, wide, last) == [("S", [3]), ("S", [1, 2])]
+    assert drained(first, last, wide) == [("S", [1, 2]), ("S", [3])]
+    assert drained(first, last, save([4], [[11]])) == [("S", [1, 2, 4])]
+    load = Load(np.array([5]), 1, np.array([[11]]), Loading(np.array([5])))
+    assert drained(first, load, last) == [("S", [1]), ("L", [5]), ("S", [2])]
 
 
 def layout(**kw):
