@@ -60,8 +60,9 @@ def _lock_pages(data: torch.Tensor) -> None:
 
 def runs(units: np.ndarray) -> list[tuple[int, int, int]]:
     """(index, first unit, length) of each run of consecutive units in `units`."""
-    if not len(units):
-        return []
-    starts = np.flatnonzero(np.diff(units, prepend=units[0] - 2) != 1)
-    ends = np.append(starts[1:], len(units))
-    return [(int(a), int(units[a]), int(b - a)) for a, b in zip(starts, ends)]
+    found, begin, values = [], 0, units.tolist()  # arrays are short, so a loop is faster than numpy
+    for at, (unit, following) in enumerate(zip(values, [*values[1:], None]), 1):
+        if following != unit + 1:
+            found.append((begin, values[begin], at - begin))
+            begin = at
+    return found
