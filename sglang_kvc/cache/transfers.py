@@ -44,11 +44,12 @@ class Loading:
 @dataclass
 class _Fill:
     """Blocks `ids` int64 `[n]` that have pages and are filled from `units[n, k]` of the host memory. The first `done`
-    of them are launched."""
+    of them are launched. taken: event after which the blocks have their pages, None on the CPU."""
 
     ids: torch.Tensor
     units: np.ndarray
     loading: Loading
+    taken: Any
     done: int = 0
 
 
@@ -84,6 +85,14 @@ class Transfers:
         n = n if self.on_gpu else 1
         return deque((torch.empty(size, dtype=torch.uint8, device=device), new(), new()) for _ in range(n))
 
+    def _event(self) -> Any:
+        """An event recorded now on the current stream; None on the CPU."""
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
     def _rows(self, buffer: torch.Tensor, units_each: int) -> torch.Tensor:
         """`buffer` viewed as records of `units_each` units, uint8 `[n, bytes]`."""
         stride = units_each * self.memory.unit_bytes
@@ -113,8 +122,7 @@ class Transfers:
                 filled.wait()
                 self._copy(units[part], rows, to_host=True)
                 emptied.record()
-                ended = torch.cuda.Event()
-                ended.record()
+                ended = self._event()
             self.saving.append((ended, units[part, 0], self.batch))
 
     def queue_save(self) -> int:
@@ -150,17 +158,14 @@ class Transfers:
         self._wait_saved(units[:, 0])
         ids = self.store.upload(blocks)
         ops.take_stored(self.store, ids, format_id, self.store.upload(self.counts(units[:, 0])))
-        self.fills.append(_Fill(ids, units, loading))
+        self.fills.append(_Fill(ids, units, loading, self._event()))
 
     def launch_fills(self, *, all_of_them: bool) -> None:
         """Launch the copies of loads: all of them, or as many as a flush may."""
         if not self.fills:
             return
         left = math.inf if all_of_them else BUFFERS_PER_FLUSH
-        with contextlib.ExitStack() as stack:
-            if self.on_gpu:
-                self.move_stream.wait_stream(torch.cuda.current_stream())
-                stack.enter_context(torch.cuda.stream(self.move_stream))
+        with torch.cuda.stream(self.move_stream) if self.on_gpu else contextlib.nullcontext():
             while self.fills and left > 0:
                 self._fill_next(self.fills[0])
                 left -= 1
@@ -168,7 +173,10 @@ class Transfers:
                     self._end(self.fills.popleft())
 
     def _fill_next(self, fill: _Fill) -> None:
-        """Copy as many records as a buffer holds."""
+        """Copy as many records as a buffer holds. Only the first part waits for the forward stream, where a decode step
+        may be queued in front of it."""
+        if self.on_gpu and not fill.done:
+            fill.taken.wait()
         buffer, filled, emptied = self.load_buffers[0]
         self.load_buffers.rotate(-1)
         rows = self._rows(buffer, fill.units.shape[1])
@@ -190,9 +198,7 @@ class Transfers:
     def _end(self, fill: _Fill) -> None:
         fill.loading.queued -= 1
         if self.on_gpu:
-            done = torch.cuda.Event()
-            done.record()
-            fill.loading.events.append(done)
+            fill.loading.events.append(self._event())
             fill.loading.in_use.append(fill.ids)
 
     def _copy(self, units: np.ndarray, rows: torch.Tensor, *, to_host: bool) -> None:
