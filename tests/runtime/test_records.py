@@ -1,4 +1,4 @@
-"""Ledger, block records, queue and sizing against plain Python models."""
+"""Ledger, block records and sizing against plain Python models."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from kvc_kernels.layout import BlockFormat, PoolLayout
 from kvc_patches.allocation import around_alloc_for_extend
 from sglang_kvc.cache.blocks import Blocks, State
 from sglang_kvc.cache.ledger import Ledger
-from sglang_kvc.cache.op_queue import Compact, Load, OpLog, Release, Save, Take
+from sglang_kvc.cache.op_queue import Compact
 from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.cache.sizing import size_pool
-from sglang_kvc.cache.transfers import Loading
 
 from .model import ToyServer, make_runtime
 
@@ -64,97 +63,6 @@ def test_blocks_are_allocated_once_and_freed_once():
     assert blocks.state[ids[0]] == State.FREE and blocks.used_count == 3
     with pytest.raises(AssertionError, match="twice"):
         blocks.give_back(np.array(ids[:1]))
-
-
-def compact(ids, to_format, from_format=0):
-    ids = np.array(ids)
-    return Compact(ids, from_format, to_format, 10 * ids, 100 * ids, 1000 * ids)
-
-
-def test_queue_keeps_order_and_merges_only_neighbors():
-    log = OpLog()
-    for op in (
-        Take(np.array([1])),
-        Take(np.array([2])),
-        Release(np.array([1])),
-        Take(np.array([1])),
-        compact([1], 1),
-        compact([2], 1),
-        compact([3], 2),
-    ):
-        log.push(op)
-    seen = [(type(op).__name__, op.blocks.tolist()) for op in log.drain()]
-    assert seen == [
-        ("Take", [1, 2]),
-        ("Release", [1]),
-        ("Take", [1]),
-        ("Compact", [1, 2]),
-        ("Compact", [3]),
-    ]
-    assert len(log) == 0
-
-
-def drained(*ops):
-    log = OpLog()
-    for op in ops:
-        log.push(op)
-    return [(type(op).__name__[0], op.blocks.tolist()) for op in log.drain()]
-
-
-def test_compactions_of_many_requests_merge_into_one_operation():
-    """Many requests end at once: each leaves a block to pack and frees others. Many grow: each has a block to pack and
-    one to repack."""
-    free = [Release(np.array([i])) for i in (11, 12, 13)]
-    ended = [op for i in (1, 2, 3) for op in (compact([i], 1), free[i - 1])]
-    assert drained(*ended) == [("C", [1, 2, 3]), ("R", [11, 12, 13])]
-    grown = [op for i in (1, 2, 3) for op in (compact([i], 1), compact([10 + i], 1, 1))]
-    assert drained(*grown) == [("C", [1, 2, 3]), ("C", [11, 12, 13])]
-    log = OpLog()
-    for op in grown:
-        log.push(op)
-    op = log.drain()[1]
-    assert (op.from_format, op.to_format) == (1, 1)
-    assert op.starts.tolist() == [110, 120, 130] and op.lengths.tolist() == [1100, 1200, 1300]
-
-
-def test_compaction_stays_after_operations_it_depends_on():
-    # It stays after the operation that takes its block, and after everything before that.
-    assert drained(compact([1], 1), Take(np.array([2])), compact([2], 1)) == [("C", [1]), ("T", [2]), ("C", [2])]
-    # It stays after an earlier move of the same block to any block format.
-    twice = (compact([5], 1, 1), compact([1], 1), compact([1], 1, 1))
-    assert drained(*twice) == [("C", [5]), ("C", [1]), ("C", [1])]
-    assert drained(compact([1], 1, 1), compact([1], 1, 1)) == [("C", [1]), ("C", [1])]
-
-
-def save(blocks, units):
-    return Save(np.array(blocks), np.array(units))
-
-
-def test_saves_of_many_evicted_nodes_merge_into_one_operation():
-    """An eviction saves and releases one node after the other."""
-    release = [Release(np.array([i])) for i in (1, 2, 3)]
-    evicted = (save([1], [[10]]), release[0], save([2], [[11, 12]]), release[1], save([3], [[13]]), release[2])
-    log = OpLog()
-    for op in evicted:
-        log.push(op)
-    two_units, one_unit, released = log.drain()
-    assert one_unit.blocks.tolist() == [1, 3] and one_unit.units.tolist() == [[10], [13]]
-    assert two_units.blocks.tolist() == [2] and two_units.units.tolist() == [[11, 12]]
-    assert released.blocks.tolist() == [1, 2, 3]
-
-
-def test_save_stays_after_operations_it_depends_on():
-    first, last = save([1], [[10]]), save([2], [[11]])
-    # It stays after operations on its block.
-    for between in (Take(np.array([2])), compact([2], 1), Release(np.array([2]))):
-        assert [name for name, _ in drained(first, between, last)] == ["S", type(between).__name__[0], "S"]
-    # Saves write to the same units in the order in which they were queued, and after loads from them.
-    wide = save([3], [[11, 12]])
-    assert drained(first, wide, last) == [("S", [3]), ("S", [1, 2])]
-    assert drained(first, last, wide) == [("S", [1, 2]), ("S", [3])]
-    assert drained(first, last, save([4], [[11]])) == [("S", [1, 2, 4])]
-    load = Load(np.array([5]), 1, np.array([[11]]), Loading(np.array([5])))
-    assert drained(first, load, last) == [("S", [1]), ("L", [5]), ("S", [2])]
 
 
 def layout(**kw):
