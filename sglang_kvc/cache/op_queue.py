@@ -172,7 +172,8 @@ class OpLog:
 
     - A compaction draws on the reserve only and leaves no fewer pages free. It never runs before an earlier `Take`,
       which may take its blocks.
-    - A save takes and returns no pages. It never runs before an earlier save of, or load from, its units.
+    - A save takes and returns no pages. It never runs before an earlier save of its units. The tree's locks keep the
+      units of a queued load until its copies have ended, so no save can have them.
     """
 
     _merges: list[_Merge] = field(default_factory=list)
@@ -189,19 +190,23 @@ class OpLog:
 
     def _place(self, op: Op) -> tuple[_Merge | None, int]:
         """The merge that `op` joins; None: it begins one, at the index that follows."""
-        end = len(self._merges)
+        merges, end = self._merges, len(self._merges)
         if not isinstance(op, Compact | Save):
-            return (self._merges[-1], end) if self._merges and self._merges[-1].is_like(op) else (None, end)
+            return (merges[-1], end) if merges and merges[-1].is_like(op) else (None, end)
+        saves = isinstance(op, Save)
         blocks, units = op.blocks.tolist(), op.units.ravel().tolist() if isinstance(op, Save) else []
-        for at, earlier in reversed([*enumerate(self._merges, 1)]):
-            after_take = isinstance(op, Compact) and isinstance(earlier.ops[0], Take)
+        for at in range(end, 0, -1):
+            earlier = merges[at - 1]
+            after_take = not saves and isinstance(earlier.ops[0], Take)
             if after_take or not earlier.blocks.isdisjoint(blocks):
-                return None, at if isinstance(op, Save) else end
+                return None, at if saves else end
             if earlier.is_like(op):
                 return earlier, at
             if not earlier.units.isdisjoint(units):
                 return None, at
-        return None, 0 if isinstance(op, Save) else end
+        # Behind the first saves, because a queued load may make the host wait for one of them.
+        first = next((i for i, merge in enumerate(merges) if not isinstance(merge.ops[0], Save)), end)
+        return None, first if saves else end
 
     def drain(self) -> list[Op]:
         merges, self._merges = self._merges, []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from sglang_kvc.cache import transfers
 from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.host_memory import HostMemory
 from sglang_kvc.cache.runtime import Runtime
@@ -82,31 +83,58 @@ def test_blocks_come_back_while_others_are_written(options):
     assert tier.saved_blocks > 30 and tier.loaded_blocks > 10
 
 
-def test_more_blocks_than_the_buffers_hold():
-    """Saves and loads of many buffers in one flush; the host never waits for them."""
+def filled_tier(buffers: int) -> tuple[Runtime, list[int], list[str]]:
+    """A runtime with packed blocks that fill this many buffers, and their digests."""
     config = KvcConfig(block_size=P, window=0, host_memory=256 << 20)
     runtime = build_runtime(
         config, num_bytes=512 << 20, layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16, device="cuda"
     )
     runtime.attach_host_tier()
-    tier, layout = runtime.host_tier, runtime.host_tier.layout
-    n = 6 * layout.buffer_bytes // layout.unit_bytes
-    blocks = []
-    for turn in range(-(-n // 64)):
+    layout = runtime.host_tier.layout
+    blocks: list[int] = []
+    for turn in range(-(-buffers * layout.buffer_bytes // layout.unit_bytes // 64)):
         batch = runtime.take([0] * 64)
         runtime.flush()
         write_rows(runtime, batch, turn)
         runtime.queue_due(np.asarray(batch))
         blocks += batch
     runtime.settle()
-    before = digests(runtime, blocks)
-    ids = tier.save(np.array(blocks))
+    return runtime, blocks, digests(runtime, np.array(blocks))
+
+
+def test_more_blocks_than_the_buffers_hold():
+    """Saves and loads of many buffers in one flush; the host never waits for them."""
+    runtime, blocks, before = filled_tier(6)
+    ids = runtime.host_tier.save(np.array(blocks))
     runtime.free(blocks)
     runtime.flush()
-    loading = tier.load(ids)
+    loading = runtime.host_tier.load(ids)
     runtime.flush()
     torch.cuda.synchronize()
     assert loading.finished and digests(runtime, loading.blocks) == before
+
+
+def test_load_in_slices_beside_other_blocks(monkeypatch):
+    """Later parts of a load are launched by later flushes. These take, pack and release other blocks, behind a forward
+    that still runs."""
+    monkeypatch.setattr(transfers, "BUFFERS_PER_FLUSH", 1)
+    runtime, blocks, before = filled_tier(5)
+    ids = runtime.host_tier.save(np.array(blocks))
+    runtime.free(blocks)
+    loading, flushes = runtime.host_tier.load(ids), 0
+    while loading.queued:
+        torch.cuda._sleep(10_000_000)  # cycles, some milliseconds
+        others = runtime.take([0] * 16)
+        runtime.flush()
+        write_rows(runtime, others, 1000 + flushes)
+        runtime.queue_due(np.asarray(others))
+        runtime.flush()
+        runtime.free(others)
+        flushes += 2
+    assert flushes > 4
+    runtime.settle()
+    assert loading.finished and digests(runtime, loading.blocks) == before
+    ops.check_invariants(runtime.store)
 
 
 def test_freed_memory_is_not_registered():

@@ -81,7 +81,7 @@ def test_saves_of_many_evicted_nodes_merge_into_one_operation():
     log = OpLog()
     for op in evicted:
         log.push(op)
-    two_units, one_unit, released = log.drain()
+    one_unit, two_units, released = log.drain()
     assert one_unit.blocks.tolist() == [1, 3] and one_unit.units.tolist() == [[10], [13]]
     assert two_units.blocks.tolist() == [2] and two_units.units.tolist() == [[11, 12]]
     assert released.blocks.tolist() == [1, 2, 3]
@@ -94,7 +94,7 @@ def test_save_stays_after_operations_it_depends_on():
         assert [name for name, _ in drained(first, between, last)] == ["S", type(between).__name__[0], "S"]
     # Saves write to the same units in the order in which they were queued, and after loads from them.
     wide = save([3], [[11, 12]])
-    assert drained(first, wide, last) == [("S", [3]), ("S", [1, 2])]
+    assert drained(first, wide, last) == [("S", [1]), ("S", [3]), ("S", [2])]
     assert drained(first, last, wide) == [("S", [1, 2]), ("S", [3])]
     assert drained(first, last, save([4], [[11]])) == [("S", [1, 2, 4])]
     load = Load(np.array([5]), 1, np.array([[11]]), Loading(np.array([5])))
