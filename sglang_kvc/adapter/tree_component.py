@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from ..cache.runtime import Runtime
 
 
+def written_at(node) -> int | None:
+    """Value of `runtime.cleared` when the node was last saved for the disk; None if it never was."""
+    return getattr(node, "kvc_written", None)
+
+
 class BlockComponent(FullComponent):
     """The full-attention component. A node's device value is int64 `[len(key)]` on the CPU: the slots of its blocks.
 
@@ -78,6 +83,8 @@ class BlockComponent(FullComponent):
         super().redistribute_on_node_split(new_parent, child)
         if uses := uses_of(child):
             new_parent.kvc_uses = uses
+        if (written := written_at(child)) is not None:
+            new_parent.kvc_written = written
         data = new_parent.component_data[self.component_type]
         if data.lock_ref == 0 and data.value is not None:
             self.demotions.add(new_parent)

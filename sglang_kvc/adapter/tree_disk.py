@@ -24,6 +24,7 @@ from ..options.conflicts import ranks_per_host
 from ..options.request_quality import is_private
 from .backend_store import BackendStore, backend_settings
 from .block_key import BlockKey
+from .tree_component import written_at
 from .tree_host import HostCache
 
 logger = logging.getLogger("sglang_kvc")
@@ -110,6 +111,7 @@ class DiskCache(HostCache):
         node = self.tree_core.node_by_id(node_id)
         if self._uses_disk and slots is not None and not is_private(node.key.extra_key):
             self.disk.write_behind(self.component.blocks_at(slots), _keys(self._hashes(node)))
+            node.kvc_written = self.runtime.cleared
         return slots
 
     def _hashes(self, node) -> list[str]:
@@ -124,13 +126,17 @@ class DiskCache(HostCache):
         return missing[0].hash_value if missing else node.hash_value or []
 
     def back_up(self, node_id: int) -> None:
-        """Save the nodes on the path to `node_id` whose blocks will not be packed again, so that they reach the
-        disk."""
+        """Save the nodes on the path to `node_id` whose blocks will not be packed again, so that they reach the disk.
+
+        Nodes that went to the disk before are skipped even if host memory has dropped them. Their eviction from the
+        device will save them. Ranks do not ask their disks, which may differ, because they must save the same nodes."""
         if not self._uses_disk:
             return
         blocks = self.runtime.blocks
         for node in self._path(self.tree_core.node_by_id(node_id)):
             if node.backuped or node.evicted or node.write_through_pending_id is not None:
+                continue
+            if written_at(node) == self.runtime.cleared:
                 continue
             ids = self.component.blocks_of(node)
             waiting = (blocks.state[ids] == State.OPEN) & (blocks.window_count[ids] > 0)

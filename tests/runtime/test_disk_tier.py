@@ -152,6 +152,36 @@ def test_eviction_succeeds_when_host_memory_is_full(tmp_path):
     assert not tree.fetches and not tree.root_node.children and tier.memory.free_units == free + 1
 
 
+def test_turn_saves_only_new_nodes(tmp_path, monkeypatch):
+    """Nodes on the disk are not saved again at the end of each turn after host memory has dropped them, also if they
+    were split. They are saved again if the disk was cleared, or when the device evicts them."""
+    server = ToyServer(high="k4v4", window=0, host_memory=200_000, disk=str(tmp_path), disk_size=1 << 20)
+    tree = server.tree
+    tree.init_hicache(ONE_RANK, None)
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", server.runtime)
+
+    def saved_by_turn(*blocks: int) -> int:
+        """Blocks saved by a turn whose prompt has these blocks, with an empty host memory."""
+        tree.evict_host(10**9)
+        assert not tree.host_tier.stored
+        saved, prompt = tree.host_tier.saved_blocks, [b * P + i for b in blocks for i in range(P)]
+        req = server.admit([*prompt, 1])
+        server.finish(req)
+        tree.back_up(req.last_node)
+        server.runtime.flush()
+        tree.check_hicache_events()
+        tree.disk.synchronize()
+        return tree.host_tier.saved_blocks - saved
+
+    assert [saved_by_turn(0, 1), saved_by_turn(0, 1), saved_by_turn(0, 2)] == [2, 0, 1]
+    assert len(tree.disk.store) == 3
+    tree.clear_storage_backend()
+    assert [saved_by_turn(0, 1), saved_by_turn(0, 1)] == [2, 0]
+    tree.evict_host(10**9)
+    tree.evict(EvictParams(num_tokens=10**9))
+    assert tree.host_tier.stored == 3
+
+
 @pytest.mark.parametrize("idle", [False, True])
 def test_pass_without_forward_waits_for_reads(tmp_path, monkeypatch, idle):
     """The threads that read get the interpreter's lock meanwhile."""
