@@ -263,7 +263,7 @@ def test_cells_without_requested_task_are_measured_again(tmp_path):
 
 def test_presses_are_shown_beside_one_shot_level_of_same_size(tmp_path, monkeypatch):
     def marks(right: int) -> dict:
-        return {"em": right / 2, "answers": [[True, right == 2]]}
+        return {"em": right / 2, "of": 2, "answers": [[True, right == 2]]}
 
     ours = {"stock": (1.0, 1.0, 2), "k4v4@one-shot:8x": (8.0, 0.43, 2), "k4v4@one-shot:64x": (64.0, 0.05, 1)}
     numbers = {"cells": {}, "raw": {}}
@@ -276,9 +276,12 @@ def test_presses_are_shown_beside_one_shot_level_of_same_size(tmp_path, monkeypa
     (tmp_path / "quality" / "seen_qwen-0.5b_2048.json").write_text(json.dumps({"numbers": numbers}))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.one_shot() == ""
-    record = {"settings": {"protocol": "seen"}, "rows": [press, {"press": "expected", "keep": 0.05, "error": "no"}]}
+    stopped = {"press": "h2o", "keep": 0.42} | dict.fromkeys(("niah", "kv"), {"em": 1.0, "of": 1, "answers": [[True]]})
+    failed = {"press": "expected", "keep": 0.05, "error": "no"}
+    record = {"settings": {"protocol": "seen"}, "rows": [press, stopped, failed]}
     (tmp_path / "quality" / "kvpress_qwen-0.5b_2048_seen.json").write_text(json.dumps(record))
     lines = report.one_shot().splitlines()[2:]
-    assert len(lines) == 4 and report.kvpress() == ""
+    assert len(lines) == 5 and report.kvpress() == ""
     assert "`k4v4@one-shot:8x` | 43 % | 100.0 / 100.0 |" in lines[1]
     assert "kvpress `snapkv` | 43 % | 50.0 / 100.0 | +1 -0, p = 1 |" in lines[2]
+    assert "kvpress `h2o` | 42 % | 100.0 / 100.0 of 1 questions |" in lines[3]
