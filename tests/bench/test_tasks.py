@@ -276,7 +276,8 @@ def test_presses_are_shown_beside_one_shot_level_of_same_size(tmp_path, monkeypa
     (tmp_path / "quality" / "seen_qwen-0.5b_2048.json").write_text(json.dumps({"numbers": numbers}))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.one_shot() == ""
-    stopped = {"press": "h2o", "keep": 0.42} | dict.fromkeys(("niah", "kv"), {"em": 1.0, "of": 1, "answers": [[True]]})
+    one = {"em": 1.0, "of": 1, "answers": [[True]]}
+    stopped = {"press": "h2o", "keep": 0.42, "niah": one, "kv": one}
     failed = {"press": "expected", "keep": 0.05, "error": "no"}
     record = {"settings": {"protocol": "seen"}, "rows": [press, stopped, failed]}
     (tmp_path / "quality" / "kvpress_qwen-0.5b_2048_seen.json").write_text(json.dumps(record))
