@@ -121,13 +121,21 @@ class HostCache(UnifiedRadixCache):
     def _execute_kv_backup(self, node_id, device_value, comp_xfers, sidecar_xfers):
         """Slots of the stored blocks. None if host memory has no room for them; the leaf is then dropped."""
         blocks = self.component.blocks_at(device_value)
-        need, memory = int(self.host_tier.units_of(blocks).sum()), self.host_tier.memory
-        if need > memory.num_units:
+        need = int(self.host_tier.units_of(blocks).sum())
+        if need > self.host_tier.memory.num_units or not self._make_host_room(need):
             return None
-        while memory.free_units < need:
-            if not self.evict_host((need - memory.free_units) * self.page_size):
-                return None
         return self.component.slots_of(self.host_tier.save(blocks))
+
+    def _make_host_room(self, units: int) -> bool:
+        """Drop stored leaves until `units` units of host memory are free; returns whether they are.
+
+        SGLang counts blocks, which may have several units each, so a round asks for as many as have them on average."""
+        tier, memory = self.host_tier, self.host_tier.memory
+        while (missing := units - memory.free_units) > 0:
+            used = memory.num_units - memory.free_units
+            if not used or not self.evict_host(max(1, missing * tier.stored // used) * self.page_size):
+                return False
+        return True
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
         """Acknowledge backups at once, because the queue runs a save before the release of its blocks."""
@@ -195,6 +203,7 @@ class HostCache(UnifiedRadixCache):
         for _ in range(arrived):
             self.host_tier.loading.popleft()
             self._enter(self.loads.pop(0))
+            self.runtime.capacity.forget_refusal()
 
     def _agreed(self, arrived: int) -> int:
         """Minimum of `arrived` over the tensor-parallel ranks, so that all trees change in the same turn."""

@@ -262,6 +262,11 @@ class Capacity:
         requests are expected to write (SGLang's new-token ratio)."""
         self._full_at, self._ratio_at_refusal = self.reachable_tokens(), ratio
 
+    def forget_refusal(self) -> None:
+        """Make `has_room_again` true: stored blocks have arrived, and the prompt that waits for them may need less room
+        than the one that was refused."""
+        self._full_at = -self.layout.block_tokens
+
     def has_room_again(self, ratio: float) -> bool:
         """Whether at least one block became free since the last refusal, or the reserve for answers became smaller.
         Each refusal resets the marks, so the scheduler does not scan its queue in every step."""
