@@ -30,6 +30,7 @@ from .tree_host import HostCache
 logger = logging.getLogger("sglang_kvc")
 
 READ_SECONDS = 2e-3
+MOST_TRIES = 64  # lookups of one prompt and waits for room in host memory; then it is computed as far as necessary
 
 
 @dataclass
@@ -150,23 +151,32 @@ class DiskCache(HostCache):
         """Begin or check the fetch of records that continue the cached prefix of `req`; returns whether the prompt
         waits for them.
 
-        There is one lookup per prompt, and another one after each retraction. Each rank looks for its own records, and
-        the ranks agree on the number that all have.
+        There is one lookup per prompt, and another one after each retraction and whenever less of the prompt is in the
+        tree than after the last lookup. While another prompt reads the same records, this one waits, and then hits
+        them. Each rank looks for its own records, and the ranks agree on the number that all have.
         """
         if not self._uses_disk or req.kvc_private:
             return False
-        if getattr(req, "kvc_fetched", False):
-            return any(f.req is req for f in (*self.lookups, *self.fetches))
-        req.kvc_fetched = True
-        node = self.tree_core.node_by_id(req.best_match_node)
-        begin = sum(len(n.key) for n in self._path(node))
-        end = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)) // self.page_size * self.page_size
+        under_way = (*self.lookups, *self.fetches)
+        if any(f.req is req for f in under_way):
+            return True
+        node, p = self.tree_core.node_by_id(req.best_match_node), self.page_size
+        begin, tries = sum(len(n.key) for n in self._path(node)), getattr(req, "kvc_tries", 0)
+        if getattr(req, "kvc_fetched", False) and (begin >= req.kvc_found or tries >= MOST_TRIES):
+            return False
+        req.kvc_fetched, req.kvc_found = True, begin
+        end = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)) // p * p
         if end <= begin:
             return False
-        tokens = req.full_untruncated_fill_ids[begin:end]
-        key = BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        key = BlockKey(req.full_untruncated_fill_ids[begin:end], req.extra_key, cache_salt=req.cache_salt)
         hashes = self._hashes(node)
-        hashes = get_storage_hash_str(key, hashes[-1] if hashes else None, page_size=self.page_size)
+        before = hashes[-1] if hashes else None
+        first = get_storage_hash_str(key[:p], before, page_size=p)
+        if any(f.hashes[:1] == first for f in under_way):
+            req.kvc_fetched = False
+            return True
+        req.kvc_tries = tries + 1
+        hashes = get_storage_hash_str(key, before, page_size=p)
         lock = self.inc_host_lock_ref(node.id).to_dec_params()
         fetched = _PrefixFetch(req, node.id, key, hashes, None, lock)
         if self.disk.store.local:
@@ -176,30 +186,31 @@ class DiskCache(HostCache):
         return True
 
     def _begin(self, fetched: _PrefixFetch, sizes: list[int]) -> bool:
-        """Start reading the blocks, whose records have `sizes` bytes; returns whether there are any.
+        """Start reading the blocks, whose records have `sizes` bytes; returns whether the prompt waits for records.
 
         Every rank reserves room for the largest record of all ranks."""
         n, room = self._agreed(len(sizes)), []
         if n and fetched.host_lock is not None:
             room = self.runtime.reduce_max(torch.tensor(sizes[:n])).tolist()
         n = self._fitting(room)
-        if not n:
+        waits = n < len(room) and bool(self.fetches or self.loads) and fetched.req.kvc_tries < MOST_TRIES
+        if not n or waits:
             if fetched.host_lock is not None:
                 self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
-            return False
+            fetched.req.kvc_fetched = not waits
+            return waits
         fetched.key, fetched.hashes = fetched.key[: n * self.page_size], fetched.hashes[:n]
+        fetched.req.kvc_found += n * self.page_size
         fetched.fetch = self.disk.fetch(_keys(fetched.hashes), sizes[:n], room[:n])
         self.fetches.append(fetched)
         return True
 
     def _fitting(self, sizes: list[int]) -> int:
         """Number of records of these sizes, from the first on, that fit in host memory after dropping others."""
-        tier, memory = self.host_tier, self.host_tier.memory
-        ends = tier.units_of_bytes(sizes).cumsum()
-        while len(ends) and memory.free_units < ends[-1]:
-            if not self.evict_host(int(ends[-1] - memory.free_units) * self.page_size):
-                break
-        return int(np.count_nonzero(ends <= memory.free_units))
+        ends = self.host_tier.units_of_bytes(sizes).cumsum()
+        if len(ends):
+            self._make_host_room(int(ends[-1]))
+        return int(np.count_nonzero(ends <= self.host_tier.memory.free_units))
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
@@ -211,6 +222,7 @@ class DiskCache(HostCache):
         self.disk.poll()
         while self.fetches and self._agreed(int(self.fetches[0].fetch.finished)):
             self._enter_fetched(self.fetches.pop(0))
+            self.runtime.capacity.forget_refusal()
 
     def wait_for_reads(self) -> None:
         """Wait up to `READ_SECONDS` for reads that a prompt waits for. The scheduler calls this when no forward is due:
@@ -232,11 +244,14 @@ class DiskCache(HostCache):
                 fetched.anchor, key, self.component.slots_of(intact), fetched.hashes[:num_found]
             )
             self._apply_cache_actions(result.cache_actions)
+            if result.inserted_host_node is not None:
+                self.tree_core.node_by_id(result.inserted_host_node).kvc_written = self.runtime.cleared
             if self.reuse is not None:
                 self.reuse.find_again(fetched.req)
             unused = np.concatenate((intact[: result.prefix_len // p], unused))  # already in the tree
         if len(unused):
             tier.free(unused)
+        fetched.req.kvc_found -= (len(ids) - num_found) * p
         if fetched.host_lock is not None:
             self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
 

@@ -139,7 +139,8 @@ def test_eviction_succeeds_when_host_memory_is_full(tmp_path):
     fetch = Fetch(tier.reserve([100]), [], [], 0)
     fetch.reads = [Future()]
     lock = tree.inc_host_lock_ref(node.id).to_dec_params()
-    tree.fetches.append(_PrefixFetch(None, node.id, BlockKey(node.key.token_ids, None), [], fetch, lock))
+    req = SimpleNamespace(kvc_found=P)
+    tree.fetches.append(_PrefixFetch(req, node.id, BlockKey(node.key.token_ids, None), [], fetch, lock))
     tier.memory.take(tier.memory.free_units)
 
     queue, calls = tree.tree_core.evictable_device_leaves, []
