@@ -168,8 +168,8 @@ class KvcRadixCache(DiskCache, StreamingCache):
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(known, len(key))), slots)
             self.runtime.free(duplicates)
         req.kv.cache_protected_len = len(key)
-        self.unlock(req.lock)
-        req.lock = self.lock(node)
+        earlier, req.lock = req.lock, self.lock(node)  # lock first: no block of the path becomes idle in between
+        self.unlock(earlier)
         req.last_node = node
 
     def free_kv_row(self, kv, ranges) -> None:
