@@ -30,7 +30,9 @@ from .tree_host import HostCache
 logger = logging.getLogger("sglang_kvc")
 
 READ_SECONDS = 2e-3
-MOST_TRIES = 64  # lookups of one prompt and waits for room in host memory; then it is computed as far as necessary
+# Lookups of one prompt, and forwards for which it waits for room in host memory. Then it is computed as far as it has
+# to be.
+MOST_LOOKUPS, MOST_WAIT = 64, 1000
 
 
 @dataclass
@@ -75,6 +77,7 @@ class DiskCache(HostCache):
     def _reset_full(self) -> None:
         wait([read for f in getattr(self, "fetches", ()) for read in f.fetch.reads])
         super()._reset_full()
+        self.may_have_room = True
         self.lookups: list[_PrefixFetch] = []
         self.fetches: list[_PrefixFetch] = []
         if self.disk is not None:
@@ -160,11 +163,13 @@ class DiskCache(HostCache):
         under_way = (*self.lookups, *self.fetches)
         if any(f.req is req for f in under_way):
             return True
+        if getattr(req, "kvc_waits_for_room", False) and not self.may_have_room and (self.fetches or self.loads):
+            return True
         node, p = self.tree_core.node_by_id(req.best_match_node), self.page_size
-        begin, tries = sum(len(n.key) for n in self._path(node)), getattr(req, "kvc_tries", 0)
-        if getattr(req, "kvc_fetched", False) and (begin >= req.kvc_found or tries >= MOST_TRIES):
+        begin, lookups = sum(len(n.key) for n in self._path(node)), getattr(req, "kvc_lookups", 0)
+        if getattr(req, "kvc_fetched", False) and (begin >= req.kvc_found or lookups >= MOST_LOOKUPS):
             return False
-        req.kvc_fetched, req.kvc_found = True, begin
+        req.kvc_fetched, req.kvc_found, req.kvc_waits_for_room = True, begin, False
         end = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)) // p * p
         if end <= begin:
             return False
@@ -175,7 +180,6 @@ class DiskCache(HostCache):
         if any(f.hashes[:1] == first for f in under_way):
             req.kvc_fetched = False
             return True
-        req.kvc_tries = tries + 1
         hashes = get_storage_hash_str(key, before, page_size=p)
         lock = self.inc_host_lock_ref(node.id).to_dec_params()
         fetched = _PrefixFetch(req, node.id, key, hashes, None, lock)
@@ -192,17 +196,30 @@ class DiskCache(HostCache):
         n, room = self._agreed(len(sizes)), []
         if n and fetched.host_lock is not None:
             room = self.runtime.reduce_max(torch.tensor(sizes[:n])).tolist()
-        n = self._fitting(room)
-        waits = n < len(room) and bool(self.fetches or self.loads) and fetched.req.kvc_tries < MOST_TRIES
+        n, req = self._fitting(room), fetched.req
+        waits = n < len(room) and self._waits_for_room(req)
         if not n or waits:
             if fetched.host_lock is not None:
                 self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
-            fetched.req.kvc_fetched = not waits
             return waits
         fetched.key, fetched.hashes = fetched.key[: n * self.page_size], fetched.hashes[:n]
-        fetched.req.kvc_found += n * self.page_size
+        req.kvc_found += n * self.page_size
+        req.kvc_lookups = getattr(req, "kvc_lookups", 0) + 1
         fetched.fetch = self.disk.fetch(_keys(fetched.hashes), sizes[:n], room[:n])
         self.fetches.append(fetched)
+        return True
+
+    def _waits_for_room(self, req) -> bool:
+        """Whether `req` waits for reads and loads of other prompts to end, because its records do not fit beside them.
+
+        When one ends, prompts try again in turn, until one has to wait again."""
+        if not (self.fetches or self.loads):
+            return False
+        since = req.kvc_waits_since = getattr(req, "kvc_waits_since", self.runtime.step)
+        if self.runtime.step - since > MOST_WAIT:
+            return False
+        self.may_have_room = req.kvc_fetched = False
+        req.kvc_waits_for_room = True
         return True
 
     def _fitting(self, sizes: list[int]) -> int:
@@ -222,7 +239,11 @@ class DiskCache(HostCache):
         self.disk.poll()
         while self.fetches and self._agreed(int(self.fetches[0].fetch.finished)):
             self._enter_fetched(self.fetches.pop(0))
-            self.runtime.capacity.forget_refusal()
+            self._note_arrival()
+
+    def _note_arrival(self) -> None:
+        super()._note_arrival()
+        self.may_have_room = True
 
     def wait_for_reads(self) -> None:
         """Wait up to `READ_SECONDS` for reads that a prompt waits for. The scheduler calls this when no forward is due:

@@ -203,7 +203,11 @@ class HostCache(UnifiedRadixCache):
         for _ in range(arrived):
             self.host_tier.loading.popleft()
             self._enter(self.loads.pop(0))
-            self.runtime.capacity.forget_refusal()
+            self._note_arrival()
+
+    def _note_arrival(self) -> None:
+        """Stored blocks have arrived: let the scheduler look at waiting prompts again."""
+        self.runtime.capacity.forget_refusal()
 
     def _agreed(self, arrived: int) -> int:
         """Minimum of `arrived` over the tensor-parallel ranks, so that all trees change in the same turn."""
