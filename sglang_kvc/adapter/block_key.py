@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-WINDOW = 8192  # tokens compared at a time; larger copies are slower, because they do not fit the CPU's cache
-
 
 class BlockKey(RadixKey):
     """SGLang's key with bytes instead of a tuple of Python ints as child key, which takes a fifth of the memory at 128
@@ -26,10 +24,8 @@ class BlockKey(RadixKey):
         if self.is_bigram or other.is_bigram or not 0 <= offset <= other._raw_len() - n:
             return super().match_at(other, offset, page_size)
         self._check_compatible(other)
-        for lo in range(0, n, WINDOW):
-            hi = min(lo + WINDOW, n)
-            if mine[lo:hi] != theirs[offset + lo : offset + hi]:
-                return super().match_at(other, offset, page_size)
+        if mine[:n] != theirs[offset : offset + n]:
+            return super().match_at(other, offset, page_size)
         return n // page_size * page_size
 
     def child_key_at(self, offset: int, page_size: int = 1):

@@ -163,15 +163,17 @@ class DiskCache(HostCache):
         under_way = (*self.lookups, *self.fetches)
         if any(f.req is req for f in under_way):
             return True
-        if getattr(req, "kvc_waits_for_room", False) and not self.may_have_room and (self.fetches or self.loads):
+        waits_for_room = getattr(req, "kvc_waits_since", None) is not None
+        if waits_for_room and not self.may_have_room and (self.fetches or self.loads):
             return True
         node, p = self.tree_core.node_by_id(req.best_match_node), self.page_size
         begin, lookups = sum(len(n.key) for n in self._path(node)), getattr(req, "kvc_lookups", 0)
         if getattr(req, "kvc_fetched", False) and (begin >= req.kvc_found or lookups >= MOST_LOOKUPS):
             return False
-        req.kvc_fetched, req.kvc_found, req.kvc_waits_for_room = True, begin, False
+        req.kvc_fetched, req.kvc_found = True, begin
         end = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)) // p * p
         if end <= begin:
+            req.kvc_waits_since = None
             return False
         key = BlockKey(req.full_untruncated_fill_ids[begin:end], req.extra_key, cache_salt=req.cache_salt)
         hashes = self._hashes(node)
@@ -198,6 +200,8 @@ class DiskCache(HostCache):
             room = self.runtime.reduce_max(torch.tensor(sizes[:n])).tolist()
         n, req = self._fitting(room), fetched.req
         waits = n < len(room) and self._waits_for_room(req)
+        if not waits:
+            req.kvc_waits_since = None
         if not n or waits:
             if fetched.host_lock is not None:
                 self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
@@ -215,11 +219,11 @@ class DiskCache(HostCache):
         When one ends, prompts try again in turn, until one has to wait again."""
         if not (self.fetches or self.loads):
             return False
-        since = req.kvc_waits_since = getattr(req, "kvc_waits_since", self.runtime.step)
-        if self.runtime.step - since > MOST_WAIT:
+        if getattr(req, "kvc_waits_since", None) is None:
+            req.kvc_waits_since = self.runtime.step
+        if self.runtime.step - req.kvc_waits_since > MOST_WAIT:
             return False
         self.may_have_room = req.kvc_fetched = False
-        req.kvc_waits_for_room = True
         return True
 
     def _fitting(self, sizes: list[int]) -> int:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_kvc.adapter import block_key
 from sglang_kvc.adapter.block_key import BlockKey
 
 TOKENS = st.lists(st.integers(0, 1), max_size=24)
@@ -27,9 +26,7 @@ def test_match_equals_that_of_sglang(mine, my_limit, before, after, limit, offse
         except IndexError:
             return None
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_key, "WINDOW", 3)
-        assert match(BlockKey) == match(RadixKey)
+    assert match(BlockKey) == match(RadixKey)
 
 
 def test_keys_of_other_namespaces_do_not_match():
