@@ -201,7 +201,7 @@ class HostCache(UnifiedRadixCache):
         """Called by the scheduler in every turn: enter finished loads into the tree."""
         arrived = self._agreed(self.host_tier.arrived()) if self.loads else 0
         for _ in range(arrived):
-            self.host_tier.loading.popleft()
+            self.host_tier.take_arrived()
             self._enter(self.loads.pop(0))
             self._note_arrival()
 

@@ -42,6 +42,7 @@ class HostTier:
         self.disk: DiskTier | None = None
         self.stored = 0  # blocks in host memory
         self.saved_blocks = self.loaded_blocks = 0  # totals since start
+        self.load_ms = 0.0  # time of loads on the device since start
         self.loading: deque[Loading] = deque()
 
     def units_of(self, blocks: np.ndarray) -> np.ndarray:
@@ -129,6 +130,10 @@ class HostTier:
                 break
             n += 1
         return n
+
+    def take_arrived(self) -> None:
+        """Remove the oldest load, which has finished, from `loading`."""
+        self.load_ms += self.loading.popleft().milliseconds
 
     # ---- records
 

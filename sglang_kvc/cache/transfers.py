@@ -27,18 +27,25 @@ BUFFERS_PER_FLUSH = 7
 class Loading:
     """A load under way: blocks being copied from the host to the device.
 
-    queued: number of operations that are not launched yet. events: CUDA events at the ends of the launched ones (none
-    on the CPU, where a load ends at once). in_use: tensors that a stream still reads.
+    queued: number of operations that are not launched yet. began: CUDA event at the first copy. events: CUDA events at
+    the ends of the launched operations. On the CPU, where a load ends at once, there are none. in_use: tensors that a
+    stream still reads.
     """
 
     blocks: np.ndarray
     queued: int = 0
+    began: Any = None
     events: list[Any] = field(default_factory=list)
     in_use: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         return not self.queued and all(event.query() for event in self.events)
+
+    @property
+    def milliseconds(self) -> float:
+        """Time of a finished load on the device, from its first copy to its last page; 0 on the CPU."""
+        return max((self.began.elapsed_time(event) for event in self.events), default=0.0)
 
 
 @dataclass
@@ -85,11 +92,11 @@ class Transfers:
         n = n if self.on_gpu else 1
         return deque((torch.empty(size, dtype=torch.uint8, device=device), new(), new()) for _ in range(n))
 
-    def _event(self) -> Any:
+    def _event(self, *, timing: bool = False) -> Any:
         """An event recorded now on the current stream; None on the CPU."""
         if not self.on_gpu:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=timing)
         event.record()
         return event
 
@@ -186,6 +193,7 @@ class Transfers:
         if self.on_gpu:
             with torch.cuda.stream(self.load_stream):
                 emptied.wait()
+                fill.loading.began = fill.loading.began or self._event(timing=True)
                 self._copy(fill.units[part], rows, to_host=False)
                 filled.record()
             filled.wait()
@@ -198,7 +206,7 @@ class Transfers:
     def _end(self, fill: _Fill) -> None:
         fill.loading.queued -= 1
         if self.on_gpu:
-            fill.loading.events.append(self._event())
+            fill.loading.events.append(self._event(timing=True))
             fill.loading.in_use.append(fill.ids)
 
     def _copy(self, units: np.ndarray, rows: torch.Tensor, *, to_host: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -117,7 +117,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
     )
 
 
-def _host(tier: HostTier) -> dict[str, int]:
+def _host(tier: HostTier) -> dict[str, Any]:
     memory = tier.memory
     return {
         **({} if tier.disk is None else _disk(tier.disk.store)),
@@ -126,6 +126,7 @@ def _host(tier: HostTier) -> dict[str, int]:
         "host_blocks": tier.stored,
         "host_saved_bytes": tier.transfers.bytes_saved,
         "host_loaded_bytes": tier.transfers.bytes_loaded,
+        "host_load_ms": tier.load_ms,
     }
 
 

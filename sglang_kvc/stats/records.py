@@ -43,6 +43,7 @@ class KvcStats:
     host_blocks: int = 0  # blocks in host memory
     host_saved_bytes: int = 0  # bytes copied to the host since start
     host_loaded_bytes: int = 0  # bytes copied back since start
+    host_load_ms: float = 0.0  # time of these copies on the device; 0 on the CPU
     transfer_ms: float = 0.0  # host time of both, like `compaction_ms`
     disk_bytes: int = 0  # bytes of files; with a storage backend, bytes that this server wrote
     disk_bytes_total: int = 0  # 0: there is no disk tier, or a storage backend
