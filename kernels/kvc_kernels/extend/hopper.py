@@ -94,7 +94,7 @@ def _kernels(source: str, text: str, device: torch.device) -> tuple[Kernel, Kern
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy whose rows begin at multiples of 16 bytes, which the kernel requires."""
     aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-    return x if aligned else x.contiguous()
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 class HopperExtend:
