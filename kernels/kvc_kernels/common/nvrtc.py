@@ -126,10 +126,11 @@ class Kernel:
         self._config = _Config(
             gy=1, gz=1, by=1, bz=1, shared=shared, attributes=ctypes.pointer(self._attribute), count=int(early)
         )
+        self._pointers = (ctypes.c_void_p * 1)()  # addresses of the arguments of a launch
 
     def launch(self, ctas: int, threads: int, arguments: ctypes.Structure) -> None:
         """`ctas` CTAs of `threads` threads on the current stream; the struct is copied at once."""
-        config, pointer = self._config, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        config, self._pointers[0] = self._config, ctypes.addressof(arguments)
         config.gx, config.bx, config.stream = ctas, threads, torch.cuda.current_stream().cuda_stream
-        code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointer, None)
+        code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, self._pointers, None)
         _check(self._driver, code, "cuLaunchKernelEx")

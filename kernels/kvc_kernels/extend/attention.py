@@ -274,6 +274,8 @@ class ExtendAttention:
                 *lists, rows=steps.rows, programs=programs, new_tokens=steps.new == "prefix", skip_full=skip_full
             )
             self._reserve()
+            if steps.prefix == "hopper":
+                self._hopper.plan(self._plan, steps.rows, self._part_o, self._part_lse)
 
     def _choose(
         self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int], whole: bool
@@ -364,9 +366,7 @@ class ExtendAttention:
         store, layout, plan, t, steps = self.store, self.store.layout, self._plan, self.tuning, self.steps
         out_lse = self._part_lse if lse is None else lse
         if steps.prefix == "hopper":
-            self._hopper.launch(
-                plan, steps.rows, layer, q, k, v, out, lse, new_state, self._part_o, self._part_lse, scale, logit_cap
-            )
+            self._hopper.launch(layer, q, k, v, out, lse, new_state, scale, logit_cap)
             return
         new_o, new_lse = new_state or (out, self._part_lse)
         staged = steps.staged and new_state is None

@@ -16,6 +16,7 @@ from ..common.format_class import FormatClass
 from ..common.nvrtc import Kernel, Module, available
 from ..common.unpack_kernel import LOG2E
 from ..store import PageStore
+from .planner import ExtendPlan
 
 MERGE_WARPS = 4  # rows that a CTA merges
 MAX_BLOCK_TOKENS = 2048  # LISTED tiles of `extend/cuda/extend.cu`
@@ -98,11 +99,14 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class HopperExtend:
-    """Launches of one store."""
+    """Launches of one store: `plan` once a forward, `launch` for each layer."""
 
     def __init__(self, store: PageStore, group: int, classes: tuple[FormatClass, ...]):
         self.store, self.group, self.classes = store, group, classes
         self._kernels: dict[tuple[int, bool], tuple[Kernel, Kernel]] = {}
+        # A launch copies its struct, so that all launches can share one.
+        self._arguments, self._merge_arguments = Arguments(), MergeArguments()
+        self._strides = self._scaling = None  # strides, and (scale, cap), in `_arguments`
 
     def kernels(self, rows: int, capped: bool) -> tuple[Kernel, Kernel]:
         if (rows, capped) not in self._kernels:
@@ -111,31 +115,52 @@ class HopperExtend:
             self._kernels[rows, capped] = _kernels(source, text, self.store.device)
         return self._kernels[rows, capped]
 
-    def launch(
-        self, plan, rows: int, layer: int, q, k, v, out, lse, new_state, part_o, part_lse, scale, logit_cap
-    ) -> None:
-        """Launch for `rows` query rows per CTA: FEW_ROWS, 128 or 256. `part_o` is fp16; other arguments are as in
-        `ExtendAttention`."""
-        store = self.store
-        q, k, v = _rows(q), _rows(k), _rows(v)
-        new_o, new_lse = new_state or (None, None)
-        a = Arguments(max_blocks=plan.max_blocks, layer=layer, factor=scale * LOG2E.value)
-        if logit_cap > 0:
-            a.inner, a.cap_factor = 2 * scale * LOG2E.value / logit_cap, logit_cap * LOG2E.value
+    def plan(self, plan: ExtendPlan, rows: int, part_o: torch.Tensor, part_lse: torch.Tensor) -> None:
+        """Plan for `rows` query rows per CTA: FEW_ROWS, 128 or 256. `part_o` fp16 `[n_slots, H, rows, D]` and
+        `part_lse` fp32 `[n_slots, H, rows]`, or larger; they keep their memory until the last `launch`."""
+        store, few, a, b = self.store, rows == FEW_ROWS, self._arguments, self._merge_arguments
         tensors = dict(
-            q=q, k=k, v=v, out=out, new_o=new_o, new_lse=new_lse, part_o=part_o, part_lse=part_lse, out_lse=lse,
-            items=plan.items, lists=plan.lists, sizes=plan.sizes, pages=store.pages, table=store.table,
-            counts=store.counts, headers=store.headers,
+            part_o=part_o, part_lse=part_lse, items=plan.items, lists=plan.lists, sizes=plan.sizes, pages=store.pages,
+            table=store.table, counts=store.counts, headers=store.headers,
         )  # fmt: skip
         for name, x in tensors.items():
-            setattr(a, name, None if x is None else x.data_ptr())
+            setattr(a, name, x.data_ptr())
+        a.max_blocks = plan.max_blocks
+        b.part_o, b.part_lse, b.merges = a.part_o, a.part_lse, plan.merges.data_ptr()
+        self._rows = min(n for n in FEW_TIERS if n >= plan.most_rows) if few else rows
+        self._ctas, self._threads = plan.n_items * store.layout.heads, 384 if few else 512
+        self._merge_ctas = plan.n_merges * store.layout.heads * rows // MERGE_WARPS
+
+    def launch(self, layer: int, q, k, v, out, lse, new_state, scale: float, logit_cap: float) -> None:
+        """Launch for one layer of the planned forward; the arguments are as in `ExtendAttention._attend`."""
+        a, b = self._arguments, self._merge_arguments
+        strides = q.stride(), k.stride(), v.stride()
+        # The strides in `_arguments` are those of rows that need no copy.
+        if strides != self._strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            q, k, v = _rows(q), _rows(k), _rows(v)
+            self._set_strides(q, k, v)
+        if (scale, logit_cap) != self._scaling:
+            self._set_scaling(scale, logit_cap)
+        new_o, new_lse = new_state or (None, None)
+        a.q, a.k, a.v, a.layer = q.data_ptr(), k.data_ptr(), v.data_ptr(), layer
+        a.out = b.out = out.data_ptr()
+        a.out_lse = b.out_lse = None if lse is None else lse.data_ptr()
+        a.new_o = None if new_o is None else new_o.data_ptr()
+        a.new_lse = None if new_lse is None else new_lse.data_ptr()
+        attend, merge = self.kernels(self._rows, logit_cap > 0)
+        attend.launch(self._ctas, self._threads, a)
+        if self._merge_ctas:
+            merge.launch(self._merge_ctas, 32 * MERGE_WARPS, b)
+
+    def _set_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         for name, x in (("q", q), ("k", k), ("v", v)):
-            setattr(a, f"{name}_stride_n", x.stride(0) * x.element_size())
-            setattr(a, f"{name}_stride_h", x.stride(1) * x.element_size())
-        few = rows == FEW_ROWS
-        tier = min(n for n in FEW_TIERS if n >= plan.most_rows) if few else rows
-        attend, merge = self.kernels(tier, logit_cap > 0)
-        attend.launch(plan.n_items * store.layout.heads, 384 if few else 512, a)
-        if plan.n_merges:
-            b = MergeArguments(a.part_o, a.part_lse, plan.merges.data_ptr(), a.out, a.out_lse)
-            merge.launch(plan.n_merges * store.layout.heads * rows // MERGE_WARPS, 32 * MERGE_WARPS, b)
+            setattr(self._arguments, f"{name}_stride_n", x.stride(0) * x.element_size())
+            setattr(self._arguments, f"{name}_stride_h", x.stride(1) * x.element_size())
+        self._strides = q.stride(), k.stride(), v.stride()
+
+    def _set_scaling(self, scale: float, logit_cap: float) -> None:
+        a, capped = self._arguments, logit_cap > 0
+        a.factor = scale * LOG2E.value
+        a.inner = 2 * scale * LOG2E.value / logit_cap if capped else 0.0
+        a.cap_factor = logit_cap * LOG2E.value if capped else 0.0
+        self._scaling = scale, logit_cap

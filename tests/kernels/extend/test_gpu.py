@@ -6,6 +6,7 @@ import torch
 from kvc_kernels.formats import BF16, FORMATS
 from kvc_kernels.layout import BlockFormat
 from tests.support.libraries import skip_without
+from tests.support.rows import ALIGNED, LAYOUTS, laid_out
 
 from .test_interpret import FORMAT_LISTS, error, inputs, make_case, reference
 from .test_interpret_few_tokens import new_rows
@@ -146,6 +147,34 @@ def test_a_library_for_the_new_tokens(hopper, dense):
     for prefix in (PREFIX, [0, 0, 0, 0]):
         worst, _ = run(store, 4, [600, 33, 200, 1], prefix=prefix, dense=dense, hopper=hopper)
         assert worst < 1.5 * TOLERANCE  # the libraries round probabilities to bf16
+
+
+@pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=needs_hopper)])
+@pytest.mark.parametrize(
+    "dense, layouts, forwards",
+    [
+        ("none", LAYOUTS, ([4, 2, 1, 3], [20, 3, 1, 9], [160, 33, 129, 20], [16, 5, 1, 9])),
+        ("fa3", ALIGNED, ([70, 33, 1, 20], [600, 33, 200, 1])),
+    ],
+)
+def test_layers_of_several_forwards(dense, layouts, forwards, hopper):
+    """Layers differ in the strides and addresses of their rows, in scale and in logit cap. Buffers grow."""
+    from kvc_kernels.extend.attention import ExtendAttention
+
+    skip_without(dense)
+    store = case("k4v4", 4)
+    op = ExtendAttention(store, query_heads=8, max_blocks=16, hopper=hopper, dense=dense)
+    op._sms = 132
+    kinds = [(0.09, 0.0), (0.05, 0.0), (0.05, 20.0), (0.09, 30.0), (0.09, 0.0)]
+    for new in forwards:
+        op.plan(ROWS.int().cuda(), PREFIX, new)
+        for i, (scale, cap) in enumerate(kinds):
+            rows = inputs(store, 4, sum(new), store.dtype, seed=i, device="cuda")
+            q, k, v = (laid_out(x, layouts[i % len(layouts)]) for x in rows)
+            out, lse = op.run(i % 2, q, k, v, scale=scale, logit_cap=cap, return_lse=True)
+            want, sums = reference(store, i % 2, q, k, v, ROWS, PREFIX, new, scale=scale, logit_cap=cap, lse=True)
+            assert error(out, want) < 1.5 * TOLERANCE, (new, i)
+            assert (lse.cpu() - sums).abs().max() < 0.05, (new, i)
 
 
 @pytest.mark.parametrize("new", [(1, 1, 1), (2, 1, 2), (4, 3, 1)])
