@@ -47,6 +47,7 @@ from .tiering.thresholds import Thresholds
 
 # Pages: rows in, blocks taken, packed to lower formats and released.
 append = dispatch(append_reference.append, "append.kernel:append_triton")
+LayerAppend = dispatch(append_reference.ReferenceAppend, "append.kernel:LayerAppend")
 take_bf16 = dispatch(pages_reference.take_bf16, "pages.kernel:take_bf16")
 release = dispatch(pages_reference.release, "pages.kernel:release")
 compact = dispatch(compact_reference.compact, "compact.launch:compact_triton")

@@ -69,7 +69,7 @@ class Attention:
         None for exact. `max_batch` requests of `max_blocks` blocks each. `windows`: sliding windows of the model's
         layers, without -1; each has its own plan."""
         self.store, self.sampling, self.fake_quant_format = store, sampling, fake_quant_format
-        self.append = ops.append.on(store)  # type: ignore[attr-defined]  # once for all layers
+        self.append = ops.LayerAppend(store)
         self.decoders = {
             window: ops.DecodeAttention(
                 store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads, window=window
@@ -118,12 +118,14 @@ class Attention:
         if self.scores is not None:
             self.scores.plan_decode(rows, lens)
         self.snap = Snapshot(rows[:, :columns], lens, self.write[0, :n], self.write[1, :n], seq_lens_cpu)
+        self.append.plan(self.snap.write_blocks, self.snap.write_offsets)
         return self.snap
 
     def plan_extend(self, snap: Snapshot) -> None:
         """Cut a prefill, with or without cached prefixes, into work items. Does not wait for a GPU."""
         self.snap, rows = snap, snap.row_blocks.int()
         lens = snap.prefix_lens_cpu, snap.extend_lens_cpu
+        self.append.plan(snap.write_blocks, snap.write_offsets)
         for extender in self.extenders.values():
             extender.plan(rows, *lens, snap.waiting_cpu, snap.fake_quant_format, snap.whole)
         if self.scores is not None:
@@ -144,8 +146,7 @@ class Attention:
 
         `window` >= 0: a query sees its own token and `window` tokens before it; -1: all.
         """
-        snap = self.snap
-        self.append(self.store, layer, snap.write_blocks, snap.write_offsets, k, v)
+        self.append.run(layer, k, v)
         if self.scores is None or window >= 0:
             return self.decoders[window].run(layer, q, scale=scale, logit_cap=logit_cap)
         lse = self.lse[: len(q)]
@@ -166,7 +167,7 @@ class Attention:
     ) -> torch.Tensor:
         """One layer of the planned prefill: `q[N, Hq, D]`, new `k`, `v` `[N, H, D]` -> `[N, Hq, D]`."""
         snap, extender = self.snap, self.extenders[window]
-        self.append(self.store, layer, snap.write_blocks, snap.write_offsets, k, v)
+        self.append.run(layer, k, v)
         for rows, queries in snap.last_queries:
             queries.add(layer, q[rows], scale=scale, logit_cap=logit_cap)
         if self.scores is None or window >= 0:

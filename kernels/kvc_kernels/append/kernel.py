@@ -1,4 +1,4 @@
-"""Append of new K/V rows to the uncompressed pages of open blocks: one launch, suitable for CUDA graphs."""
+"""Append of new K/V rows to the uncompressed pages of open blocks: one launch a layer, suitable for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from ..common.dependent_launch import launch_options
+from ..common.layer_launch import LayerLaunch
 from ..formats import BF16
 from ..layout import PoolLayout
 from ..store import PageStore
@@ -18,7 +19,7 @@ from ..store import PageStore
 # Decode passes blocks and offsets as slices of one tensor, prefill as two tensors. They must share one compiled kernel.
 @triton.jit(do_not_specialize=["head0"], do_not_specialize_on_alignment=["blocks", "offsets"])
 def _append_kernel(
-    pages, table, blocks, offsets, k, v, like, head0, k_stride_n, k_stride_h, v_stride_n, v_stride_h,
+    head0, k, v, k_stride_n, k_stride_h, v_stride_n, v_stride_h, pages, table, blocks, offsets, like,
     page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     T: tl.constexpr, VOFF: tl.constexpr, SOFF: tl.constexpr, SCORED: tl.constexpr,
     HP: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
@@ -48,6 +49,27 @@ def _append_kernel(
         tl.store((base + SOFF).to(tl.pointer_type(tl.float32)) + slot, tl.zeros([HP], tl.float32), mask=h < H)
 
 
+class LayerAppend:
+    """`append` for the layers of a forward, as a kernel: `plan` once a forward, `run` for each layer."""
+
+    def __init__(self, store: PageStore):
+        self.store, self._options = store, {"num_warps": 2, **launch_options(store.device)}
+        self._constants = *_constants(store.layout), self._options.pop("PDL")
+
+    def plan(self, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Plan for tokens `offsets[N]` of bf16 `blocks[N]`, int32 or int64. Rows of padded requests have block 0."""
+        store = self.store
+        self._launch = LayerLaunch(
+            _append_kernel, store.pages, store.table, blocks, offsets, store.like, *self._constants, **self._options
+        )
+
+    def run(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store `k`, `v` `[N, H, D]`: views with any token and head stride."""
+        n, dtype = k.shape[0], self.store.dtype
+        if n:
+            self._launch((n, 1, 1), layer * self.store.layout.heads, _rows(k, dtype), _rows(v, dtype))
+
+
 def append_triton(
     store: PageStore,
     layer: int,
@@ -56,18 +78,10 @@ def append_triton(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> None:
-    """`append` as a kernel: `k`, `v` `[N, H, D]` (views with any token and head stride) to tokens of bf16 blocks.
-
-    `blocks[N]`, `offsets[N]` int32 or int64. Rows of padded requests have block 0.
-    """
-    n = k.shape[0]
-    if n == 0:
-        return
-    k, v = _rows(k, store.dtype), _rows(v, store.dtype)
-    _append_kernel[(n,)](
-        store.pages, store.table, blocks, offsets, k, v, store.like, layer * store.layout.heads,
-        *k.stride()[:2], *v.stride()[:2], *_constants(store.layout), num_warps=2, **launch_options(store.device),
-    )  # fmt: skip
+    """`append` for one layer, as a kernel; see `LayerAppend`."""
+    append = LayerAppend(store)
+    append.plan(blocks, offsets)
+    append.run(layer, k, v)
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -33,3 +33,18 @@ def append(
     scores = segment(page, store.pages, "scores", torch.float32)
     if scores is not None:
         scores[ids, slot] = scores.new_zeros(())  # a Python 0 is copied from the host
+
+
+class ReferenceAppend:
+    """`append` for the layers of a forward: `plan` once a forward, `run` for each layer."""
+
+    def __init__(self, store: PageStore):
+        self.store = store
+
+    def plan(self, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Plan for tokens `offsets[N]` of bf16 `blocks[N]`."""
+        self._blocks, self._offsets = blocks, offsets
+
+    def run(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store `k`, `v` `[N, H, D]`."""
+        append(self.store, layer, self._blocks, self._offsets, k, v)

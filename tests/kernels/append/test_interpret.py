@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.append.kernel import append_triton
+from kvc_kernels.append.kernel import LayerAppend, append_triton
 from tests.support.pages import make_store
+from tests.support.rows import LAYOUTS, laid_out
 
 
 @pytest.mark.parametrize("has_scores", [False, True])
@@ -40,3 +41,20 @@ def test_append_converts_dtype_and_accepts_no_rows():
     append_triton(store, 0, blocks[:0], blocks[:0], k[:0], k[:0])
     ops.append(expected, 0, blocks, torch.tensor([31]), k, -k)
     assert torch.equal(store.pages, expected.pages)
+
+
+def test_layers_of_several_forwards():
+    stores = [make_store(layers=len(LAYOUTS)) for _ in range(2)]
+    blocks = torch.tensor([1, 2, 3])
+    for store in stores:
+        ops.take_bf16(store, blocks)
+    appends = ops.LayerAppend(stores[0]), LayerAppend(stores[1])
+    for tokens in (21, 40):
+        at = torch.randperm(3 * 32)[:tokens]
+        for append in appends:
+            append.plan(blocks[at // 32], at % 32)
+        for layer, layout in enumerate(LAYOUTS):
+            k, v = (laid_out(torch.randn(tokens, 2, 32).bfloat16(), layout) for _ in "kv")
+            for append in appends:
+                append.run(layer, k, v)
+    assert torch.equal(stores[0].pages, stores[1].pages)

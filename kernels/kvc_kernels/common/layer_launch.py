@@ -1,0 +1,38 @@
+"""Launches of a Triton kernel for the layers of one forward, which share most arguments."""
+
+from __future__ import annotations
+
+import torch
+from triton.compiler import CompiledKernel
+
+
+class LayerLaunch:
+    """Launches of a Triton kernel whose layers differ in an index and in rows of new tokens.
+
+    Triton's launch binds all arguments and looks up the kernel compiled for what it specializes on: about 10 us of
+    Python. It returns the compiled kernel, which can be launched in 1 us but does not compare the arguments with those
+    it was compiled for. `LayerLaunch` does: Triton specializes on dtypes, on whether 16 divides an address, and on
+    whether an integer is 1, a multiple of 16, or larger than 32 bits. So a compiled kernel serves rows of one dtype,
+    address modulo 16 and stride, and an index of 31 bits, which the kernel must list in `do_not_specialize`. The other
+    arguments are the same objects in every launch.
+
+    Launch hooks are called. Triton's interpreter compiles nothing, so there every launch is an ordinary one.
+    """
+
+    def __init__(self, kernel, *shared, **options):
+        """`kernel(index, *rows, *strides, *shared)`: strides are those of the rows, without the last of each. `shared`
+        includes all constants; tensors in it keep their memory. `options`: launch options like num_warps."""
+        self._kernel, self._shared, self._options = kernel, shared, options
+        self._launches: dict[tuple, tuple] = {}
+
+    def __call__(self, grid: tuple[int, int, int], index: int, *rows: torch.Tensor) -> None:
+        """Launch on the current stream. `rows`: tensors `[N, H, D]`."""
+        key = (grid, index >> 31, *[(x.dtype, x.data_ptr() % 16, x.stride()) for x in rows])
+        if (found := self._launches.get(key)) is not None:
+            launch, tail = found
+            launch(index, *rows, *tail)
+            return
+        tail = (*[n for x in rows for n in x.stride()[:-1]], *self._shared)
+        compiled = self._kernel[grid](index, *rows, *tail, **self._options)
+        if isinstance(compiled, CompiledKernel):
+            self._launches[key] = compiled[grid], tail

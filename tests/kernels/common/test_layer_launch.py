@@ -1,0 +1,145 @@
+"""Launches of the layers of a forward: each runs a kernel that was compiled for arguments like its own. No GPU."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from kvc_kernels.append.kernel import LayerAppend, _append_kernel
+from kvc_kernels.common.layer_launch import LayerLaunch
+from tests.support.pages import make_store
+from tests.support.rows import LAYOUTS, laid_out
+
+BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
+
+
+class Compiled(CompiledKernel):
+    """A compiled kernel that records its launches instead of running them."""
+
+    function, packed_metadata, src = "function", "metadata", None
+
+    def __init__(self, specialization, launches):
+        self.specialization, self.launches = specialization, launches
+
+    def __del__(self):
+        pass
+
+    def _init_handles(self):
+        pass
+
+    def run(self, x, y, z, stream, function, packed_metadata, launch_metadata, enter_hook, exit_hook, *args):
+        assert (function, packed_metadata) == (self.function, self.packed_metadata)
+        self.launches.append(SimpleNamespace(
+            grid=(x, y, z), stream=stream, args=args, hooks=(enter_hook, exit_hook), compiled_for=self.specialization,
+            ordinary=False,
+        ))  # fmt: skip
+
+    def launch_metadata(self, grid, stream, *args):
+        return None
+
+
+def specialized(kernel, *args, **options):
+    """What Triton compiles `kernel` for, and its arguments in order."""
+    bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    bound, specialization, _ = bind(*args, **options)
+    return [str(x) for x in specialization], tuple(bound.values())
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """All launches so far; the driver and the compiler are replaced."""
+    seen = []
+
+    def run(self, *args, grid, warmup, **options):
+        specialization, bound = specialized(self, *args, debug=False, **options)
+        kernel = Compiled(specialization, seen)
+        kernel.run(*grid, 11, kernel.function, kernel.packed_metadata, None, None, None, *bound)
+        seen[-1].ordinary = True
+        return kernel
+
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 11)
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    monkeypatch.setattr(JITFunction, "run", run)
+    return seen
+
+
+def same(a, b):
+    return a is b or (not isinstance(a, torch.Tensor) and a == b)
+
+
+def test_each_append_runs_a_kernel_compiled_for_its_rows(launches):
+    """Dtypes, strides and addresses vary from layer to layer."""
+    for heads, dim in ((8, 128), (3, 20), (1, 64)):
+        store = make_store(heads=heads, head_dim=dim, layers=400)
+        append, gen, ordinary = LayerAppend(store), random.Random(3), 0
+        append.plan(blocks := torch.zeros(5, dtype=torch.int64), offsets := torch.zeros(5, dtype=torch.int32))
+        launches.clear()
+        for layer in range(400):
+            rows = [torch.randn((5, heads, dim)).to(store.dtype) for _ in "kv"]
+            k, v = (laid_out(x, gen.choice(LAYOUTS)) for x in rows)
+            if gen.random() < 0.2:  # heads at any distance, also 1, and any even address
+                flat = torch.zeros(9000, dtype=store.dtype)
+                k = flat.as_strided(k.shape, (gen.choice([1, 8, 16, 40]), gen.choice([1, 16, 17]), 1), gen.randrange(9))
+            append.run(layer, k, v)
+            x = launches[-1]
+            args = (layer * heads, k, v, *k.stride()[:2], *v.stride()[:2])
+            shared = (store.pages, store.table, blocks, offsets, store.like, *append._constants)
+            assert all(map(same, x.args, (*args, *shared))) and len(x.args) == len(args + shared)
+            assert (x.grid, x.stream) == ((5, 1, 1), 11)
+            assert x.compiled_for == specialized(_append_kernel, *x.args, debug=False, **append._options)[0]
+            ordinary += x.ordinary
+        assert len(launches) == 400 and 16 <= ordinary < 200
+
+
+def test_layers_with_like_rows_share_a_launch(launches):
+    store = make_store(layers=9)
+    append = LayerAppend(store)
+    for tokens in (5, 7):
+        append.plan(torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64))
+        launches.clear()
+        for layer in range(9):
+            k = torch.zeros((tokens, 2, 32), dtype=store.dtype)
+            append.run(layer, k, k)
+        assert [x.ordinary for x in launches] == [True] + 8 * [False]
+        assert {x.grid for x in launches} == {(tokens, 1, 1)}
+    append.run(0, k[:3], k[:3])
+    assert launches[-1].grid == (3, 1, 1)
+    append.run(0, k[:0], k[:0])
+    assert len(launches) == 10
+
+
+def test_long_indices_and_other_dtypes_have_their_own_kernels(launches):
+    append = LayerAppend(store := make_store())
+    append.plan(places := torch.zeros(5, dtype=torch.int64), places)
+    k, other = (torch.zeros((5, 2, 32), dtype=dtype) for dtype in (store.dtype, torch.float32))
+    cases = [(n, k) for n in (0, 1, 16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**63, 5)] + [(0, other), (1, other)]
+    for index, v in cases:
+        append._launch((5, 1, 1), index, k, v)
+        x = launches[-1]
+        assert x.compiled_for == specialized(_append_kernel, *x.args, debug=False, **append._options)[0]
+    assert [x.ordinary for x in launches] == [n in (0, 4, 6, 7, 9) for n in range(len(cases))]
+
+
+def test_launch_hooks_are_passed(launches, monkeypatch):
+    launch = LayerLaunch(_append_kernel, *range(7))
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", "enter")
+    compiled = Compiled([], launches)
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: compiled)
+    for _ in range(2):
+        launch((1, 1, 1), 0)
+    assert [x.hooks[0] for x in launches] == ["enter"]
+
+
+def test_without_a_compiled_kernel_every_launch_is_an_ordinary_one(monkeypatch):
+    seen = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: seen.append((args, options)))
+    launch = LayerLaunch(_append_kernel, 7, 8, num_warps=2)
+    for index in range(3):
+        launch((4, 1, 1), index)
+    assert seen == [((index, 7, 8), dict(grid=(4, 1, 1), warmup=False, num_warps=2)) for index in range(3)]
