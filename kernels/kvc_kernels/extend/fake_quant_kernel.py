@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.layer_launch import LayerLaunch
 from ..common.quant_kernel import ROUNDER, grid, half_range, rounded
 from ..formats import BF16, Format
 from ..store import PageStore
@@ -82,7 +83,7 @@ def _keys(
 
 @triton.jit(do_not_specialize=["layer", "row_stride"])
 def _fake_quant_kernel(
-    pages, table, row_blocks, row_stride, items, k_out, v_out, layer,
+    layer, pages, table, row_blocks, row_stride, items, k_out, v_out,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr,
     T: tl.constexpr, VOFF: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GROUPS: tl.constexpr,
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, ASM: tl.constexpr,
@@ -145,19 +146,19 @@ class FakeQuantRows(DenseRows):
         slot items[i, 3] the first items[i, 4] exact rows and zeros after them; -1 is no slot. `items` int32 `[n, 8]`
         on the device.
         """
-        self._rows, self._items, self.n = row_blocks, items, len(items)
+        store, g, fmt, self.n = self.store, self.store.layout, self.format, len(items)
         self.reserve(slots)
-
-    def fill(self, layer: int) -> None:
-        store, g, fmt = self.store, self.store.layout, self.format
-        if not self.n:
-            return
         plain, padded = g.page(BF16), triton.next_power_of_2(g.block_tokens)
         k_step, v_step = min(padded, CTA_ELEMENTS // g.head_dim), min(padded, V_STEP)
+        self._grid = self.n, g.heads, 1 + triton.cdiv(g.block_tokens, v_step)
         # Without fused multiply-add, because the reference rounds the product and the sum separately.
-        _fake_quant_kernel[(self.n, g.heads, 1 + triton.cdiv(g.block_tokens, v_step))](
-            store.pages, store.table, self._rows, self._rows.stride(0), self._items, self.k, self.v, layer, g.layers,
-            g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes, plain.tokens,
+        self._launch = LayerLaunch(
+            _fake_quant_kernel, store.pages, store.table, row_blocks, row_blocks.stride(0), items, self.k, self.v,
+            g.layers, g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes, plain.tokens,
             plain.offset("value_codes"), fmt.key_bits, fmt.value_bits, g.page(fmt).value_groups,
             k_step, v_step, not INTERPRET, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
+
+    def fill(self, layer: int) -> None:
+        if self.n:
+            self._launch(self._grid, layer)

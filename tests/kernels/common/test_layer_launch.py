@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvc_kernels.append.kernel import LayerAppend, _append_kernel
 from kvc_kernels.common.layer_launch import LayerLaunch
+from kvc_kernels.extend.fake_quant_kernel import FakeQuantRows, _fake_quant_kernel
 from tests.support.pages import make_store
 from tests.support.rows import LAYOUTS, laid_out
 
@@ -112,6 +113,23 @@ def test_layers_with_like_rows_share_a_launch(launches):
     assert launches[-1].grid == (3, 1, 1)
     append.run(0, k[:0], k[:0])
     assert len(launches) == 10
+
+
+def test_fill_launches_the_compiled_kernel(launches):
+    """With the buffers of the last plan."""
+    store = make_store(layers=9, block_tokens=64)
+    rows = FakeQuantRows(store, store.block_formats[1].high)
+    for slots, n in ((4, 3), (9, 8), (2, 1)):
+        row_blocks, items = torch.zeros((2, 16 * n + 1), dtype=torch.int32), torch.zeros((n, 8), dtype=torch.int32)
+        rows.plan(row_blocks, items, slots)
+        launches.clear()
+        for layer in range(9):
+            rows.fill(layer)
+            x = launches[-1]
+            shared = (store.pages, store.table, row_blocks, 16 * n + 1, items, rows.k, rows.v, 9)
+            assert all(map(same, x.args, (layer, *shared))) and x.grid == (n, 2, 2)
+            assert x.compiled_for == specialized(_fake_quant_kernel, *x.args, debug=False, num_warps=8)[0]
+        assert [x.ordinary for x in launches] == [True] + 8 * [False]
 
 
 def test_long_indices_and_other_dtypes_have_their_own_kernels(launches):

@@ -60,19 +60,20 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec):
     items = [[0, 1, 2, 4, 128], [0, 2, 0, 5, 128], [1, 0, 1, -1, 128], [2, 0, 3, 6, 20]]
     slots, items = [2, 0, 1, 3], torch.tensor([[*x, 0, 0, 0] for x in items], dtype=torch.int32, device="cuda")
     rows = FakeQuantRows(store, fmt)
-    rows.plan(ROWS.cuda(), items, 7)
     blocks = ROWS.cuda()[items[:, 0].long(), items[:, 1].long()].long()
-    for layer in (0, 1):
-        k, v, _ = ops.load_dense(store, layer, blocks)
-        rows.k.fill_(torch.nan)
-        rows.v.fill_(torch.nan)
-        rows.fill(layer)
-        want = fake_quantize(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))
-        for got, x, plain in zip((rows.k, rows.v), want, (k, v)):
-            assert torch.equal(got[slots].transpose(1, 2), x)
-            assert torch.equal(got[4:6].transpose(1, 2), plain[:2].to(store.dtype))
-            assert torch.equal(got[6, :20].transpose(0, 1), plain[3, :, :20].to(store.dtype))
-            assert not got[6, 20:].any()
+    for size in (7, 20):  # the second plan needs larger buffers
+        rows.plan(ROWS.cuda(), items, size)
+        for layer in (0, 1):
+            k, v, _ = ops.load_dense(store, layer, blocks)
+            rows.k.fill_(torch.nan)
+            rows.v.fill_(torch.nan)
+            rows.fill(layer)
+            want = fake_quantize(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))
+            for got, x, plain in zip((rows.k, rows.v), want, (k, v)):
+                assert torch.equal(got[slots].transpose(1, 2), x)
+                assert torch.equal(got[4:6].transpose(1, 2), plain[:2].to(store.dtype))
+                assert torch.equal(got[6, :20].transpose(0, 1), plain[3, :, :20].to(store.dtype))
+                assert not got[6, 20:].any()
 
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
