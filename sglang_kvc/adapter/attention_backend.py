@@ -161,11 +161,13 @@ class KvcAttnBackend(AttentionBackend):
         # attention also pads keys and values.
         tokens = min(k.shape[0], self.tokens)
         padding = q.shape[0] - tokens
+        if k.shape[0] > tokens:
+            k, v = k[:tokens], v[:tokens]
         out = attend(
             layer.layer_id - self.token_to_kv_pool.start_layer,
             q[:tokens] if padding else q,
-            k[:tokens],
-            v[:tokens],
+            k,
+            v,
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
             window=layer.sliding_window_size,

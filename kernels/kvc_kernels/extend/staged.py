@@ -163,6 +163,7 @@ class StagedExtend:
         n = sum(tokens)
         if self.prefill is not None and len(self._lse) < n:
             self._o, self._lse = (x.new_empty((n, *x.shape[1:])) for x in (self._o, self._lse))
+        self._state = self._o[:n], self._lse[:n]
         return row_blocks.index_select(0, index), prefix, tokens
 
     def fill(self, layer: int) -> None:
@@ -174,6 +175,6 @@ class StagedExtend:
 
         Written to `into` (the LSE may be None), or to buffers that the next call overwrites.
         """
-        into = into or (self._o[: len(q)], self._lse[: len(q)])
+        into = into or self._state
         self.prefill.run(q, self.rows.k, self.rows.v, into, scale=scale, logit_cap=logit_cap)
         return into

@@ -10,6 +10,7 @@ from kvc_kernels.extend.fake_quant import fake_quantize
 from kvc_kernels.formats import FORMATS
 from kvc_kernels.store import PageStore
 from tests.support.libraries import skip_without
+from tests.support.rows import laid_out
 
 from .test_interpret_fake_quant import NEW, PREFIX, ROWS, WAITING, error, request_case
 
@@ -19,6 +20,7 @@ pytestmark = [
 ]
 TIMES, DIM, HEADS, SCALE = 4, 128, 8, 128**-0.5
 PREFIX, NEW = ([TIMES * n for n in x] for x in (PREFIX, NEW))
+REQUESTS = len(NEW)
 TOLERANCE = 0.03
 REPEATS = int(os.environ.get("KVC_TEST_REPEATS", 400))
 # The reference reads pages as bf16. At 8 bits a key, loud tokens (logits of 50) show that: 0.04 against float64.
@@ -40,14 +42,19 @@ def queries(heads, dim, dtype=torch.bfloat16):
     return torch.randn((sum(NEW), heads, dim), generator=gen, device="cuda").to(dtype)
 
 
-def make(store, query_heads, **options):
+def make(store, query_heads, requests=REQUESTS, **options):
+    """The operation, planned for the first `requests` requests."""
     from kvc_kernels.extend.attention import ExtendAttention
 
     op = ExtendAttention(
         store, query_heads=query_heads, max_blocks=16, fake_quant_format=store.block_formats[1].high, **options
     )
-    op.plan(ROWS.cuda(), PREFIX, NEW, WAITING)
+    plan(op, requests)
     return op
+
+
+def plan(op, requests):
+    op.plan(ROWS[:requests].cuda(), PREFIX[:requests], NEW[:requests], WAITING[:requests])
 
 
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
@@ -124,6 +131,25 @@ def test_nothing_before_the_chunk(dense):
     seen = [store.block_formats[1].high] * len(new)
     want = ops.extend_attention(store, 0, q, rows, [0, 0], new, scale=SCALE, fake_quant_format=seen)
     assert error(out, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
+def test_forwards_of_other_sizes(dense):
+    """Buffers grow and are used again, over layers of other strides, scales and logit caps."""
+    skip_without(dense)
+    store, k, v = case("k4v4")
+    q, fmt = queries(4 * HEADS, DIM), store.block_formats[1].high
+    op = make(store, 4 * HEADS, requests=1, dense=dense)
+    for n in (1, 2, REQUESTS, 1):
+        plan(op, n)
+        for layer, layout, scale, cap in ((0, "contiguous", SCALE, 0.0), (1, "packed", SCALE / 2, 20.0)):
+            rows = [laid_out(x[: sum(NEW[:n])], layout) for x in (q, k[layer], v[layer])]
+            out = op.run(layer, *rows, scale=scale, logit_cap=cap)
+            want = ops.extend_attention(
+                store, layer, rows[0], ROWS[:n].cuda(), PREFIX[:n], NEW[:n], scale=scale, logit_cap=cap,
+                fake_quant_format=n * [fmt],
+            )  # fmt: skip
+            assert error(out, want) < TOLERANCE, (n, layer)
 
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
