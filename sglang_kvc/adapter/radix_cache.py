@@ -9,6 +9,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from ..cache.blocks import NO_BLOCKS
 from ..cache.packing import Phase, tokens_written
@@ -70,6 +71,13 @@ class KvcRadixCache(DiskCache, StreamingCache):
         result = super().evict_for_alloc(EvictParams(num_tokens=missing))
         self.runtime.counters.evicted_blocks += result.num_tokens_evicted // self.page_size
         return result
+
+    def _evict_components(self, *args, **kwargs) -> None:
+        with self.component.evicted.open():
+            super()._evict_components(*args, **kwargs)
+
+    def _component_available_size(self, component_type: ComponentType) -> int:
+        return self.component.evicted.available_tokens
 
     # ---- keys
 

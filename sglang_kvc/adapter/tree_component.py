@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.unified_cache.components import FullComponent
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 
 from ..cache.reuse import uses_of
+from .eviction_batch import EvictionBatch
 from .tree_demotion import DemotionQueue
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class BlockComponent(FullComponent):
         self.runtime: Runtime = cache.runtime
         self.block_tokens = self.runtime.layout.block_tokens
         self.demotions = DemotionQueue(self.runtime.demotion, self)
+        self.evicted = EvictionBatch(self.runtime)
 
     # ---- values
 
@@ -146,6 +148,6 @@ class BlockComponent(FullComponent):
 
     def apply_component_action(self, action) -> None:
         if isinstance(action, FreeComponentDeviceSlot):
-            self.runtime.free(np.concatenate([self.blocks_at(slots) for slots in action.indices]))
+            self.evicted.free(np.concatenate([self.blocks_at(slots) for slots in action.indices]))
         else:
             super().apply_component_action(action)

@@ -124,7 +124,7 @@ class HostCache(UnifiedRadixCache):
         need = int(self.host_tier.units_of(blocks).sum())
         if need > self.host_tier.memory.num_units or not self._make_host_room(need):
             return None
-        return self.component.slots_of(self.host_tier.save(blocks))
+        return self.component.slots_of(self.component.evicted.save(blocks))
 
     def _make_host_room(self, units: int) -> bool:
         """Drop stored leaves until `units` units of host memory are free; returns whether they are.

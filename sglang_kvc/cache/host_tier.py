@@ -44,6 +44,8 @@ class HostTier:
         self.saved_blocks = self.loaded_blocks = 0  # totals since start
         self.load_ms = 0.0  # time of loads on the device since start
         self.loading: deque[Loading] = deque()
+        # Blocks, their stored blocks and the generations of these, of saves that are not in the operation queue yet.
+        self._planned: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def units_of(self, blocks: np.ndarray) -> np.ndarray:
         """Units that the records of `blocks` take, by the pages that the ledger charges for them."""
@@ -57,27 +59,43 @@ class HostTier:
 
         The caller has checked that `units_of(blocks)` units are free.
         """
-        records, needed = self.runtime.blocks, self.units_of(blocks)
-        ids = self._take(needed)
+        ids = self.plan_save(blocks)
+        self.queue_saves()
+        return ids
+
+    def plan_save(self, blocks: np.ndarray) -> np.ndarray:
+        """Like `save`, but the caller calls `queue_saves` before it releases any of `blocks`."""
+        ids = self._take(self.units_of(blocks))
+        self.save_number[ids] = self.transfers.queue_save()
+        self.saved_blocks += len(ids)
+        self._planned.append((blocks, ids, self.generation[ids]))
+        return ids
+
+    def queue_saves(self) -> None:
+        """Queue the planned copies, one operation per size of record. A stored block that was freed in the meantime is
+        not copied, because another one may have its units."""
+        if not self._planned:
+            return
+        blocks, ids, generations = map(np.concatenate, zip(*self._planned))
+        self._planned.clear()
+        kept = self.generation[ids] == generations
+        blocks, ids = blocks[kept], ids[kept]
+        records = self.runtime.blocks
         self.format_id[ids] = records.format_id[blocks]
         self.pages[ids] = self.runtime.ledger.charge[blocks]
         self.start[ids] = records.start[blocks]
-        self.saved_blocks += len(ids)
-        for k in np.unique(needed).tolist():
-            same = needed == k
-            self.save_number[ids[same]] = self.transfers.queue_save()
+        widths = (self.units[ids] >= 0).sum(1)
+        for k in np.unique(widths).tolist():
+            same = widths == k
             self.runtime.log.push(Save(blocks[same], self.units[ids[same], :k]))
-        return ids
 
     def _take(self, needed: np.ndarray) -> np.ndarray:
         """Ids, int64 `[n]`, of stored blocks with `needed[n]` units each."""
-        taken = self.memory.take(int(needed.sum()))
-        first = needed.cumsum() - needed
-        ids = taken[first]
-        self.units[ids] = -1
-        for k in range(int(needed.max(initial=0))):
-            has = needed > k
-            self.units[ids[has], k] = taken[first[has] + k]
+        has = np.arange(self.units.shape[1]) < needed[:, None]
+        units = np.full(has.shape, -1, dtype=np.int64)
+        units[has] = self.memory.take(int(needed.sum()))
+        ids = units[:, 0].copy()
+        self.units[ids] = units
         self.stored += len(ids)
         return ids
 
@@ -152,5 +170,6 @@ class HostTier:
         self.generation += 1
         self.memory.reset()
         self.loading.clear()
+        self._planned.clear()
         self.units[:] = -1
         self.stored = 0

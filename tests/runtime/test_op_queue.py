@@ -74,8 +74,8 @@ def save(blocks, units):
     return Save(np.array(blocks), np.array(units))
 
 
-def test_saves_of_many_evicted_nodes_merge_into_one_operation():
-    """An eviction saves and releases one node after the other."""
+def test_saves_of_many_evictions_merge_into_one_operation():
+    """Each eviction saves blocks and then releases them."""
     release = [Release(np.array([i])) for i in (1, 2, 3)]
     evicted = (save([1], [[10]]), release[0], save([2], [[11, 12]]), release[1], save([3], [[13]]), release[2])
     log = OpLog()
