@@ -21,16 +21,26 @@ PREFETCHED = 2
 
 
 def prefetch(tree: KvcRadixCache, waiting: Sequence[Req], room: Callable[[], float]) -> None:
-    """Begin reads and loads for the first waiting prompts, once for each unless memory is short.
+    """Begin reads and loads for the first waiting prompts, once for each. A prompt whose blocks do not fit is tried
+    again when memory has become free.
 
     room: function that gives the tokens of memory that no running request may need.
     """
+    reachable = tree.runtime.capacity.reachable_tokens()
     for req in waiting[:PREFETCHED]:
         if req.kvc_private or getattr(req, "kvc_prefetched", False):
             continue
+        # Running requests take memory and give some of it back, so the least room since the refusal counts.
+        least = getattr(req, "kvc_least_room", None)
+        if least is not None and reachable <= least:
+            req.kvc_least_room = reachable
+            continue
+        req.kvc_least_room = None
         req.init_next_round_input(tree)
         if tree.fetch(req):
             continue  # matched again when the files are read
         hit = tree.bring_back(req, room=room, others_run=True) if req.host_hit_length else Hit.LOADING
         req.kvc_prefetched = hit is not Hit.NO_ROOM
+        if not req.kvc_prefetched:
+            req.kvc_least_room = reachable
 

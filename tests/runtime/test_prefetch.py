@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels import ops
+from sglang_kvc.adapter.tree_host import Hit
+from sglang_kvc.adapter.tree_prefetch import prefetch
 from sglang_kvc.cache import transfers
 
 from . import record
@@ -78,6 +82,22 @@ def test_nothing_is_loaded_into_memory_that_running_requests_need():
         hit = list(server.requests.values())[-1]
         turns_until(server, hit.finished)
         assert server.seen["retracted"] == 0
+
+
+def test_refused_prompt_is_tried_again_when_memory_is_freed():
+    memory, tries = [50, 50, 30, 30, 40, 40, 90, 95], []
+
+    def bring_back(req, **options) -> Hit:
+        tries.append(memory[0])
+        return Hit.LOADING if memory[0] == 90 else Hit.NO_ROOM
+
+    runtime = SimpleNamespace(capacity=SimpleNamespace(reachable_tokens=lambda: memory[0]))
+    tree = SimpleNamespace(runtime=runtime, fetch=lambda req: False, bring_back=bring_back)
+    req = SimpleNamespace(kvc_private=False, host_hit_length=P, init_next_round_input=lambda tree: None)
+    while memory:
+        prefetch(tree, [req], lambda: 0.0)
+        memory.pop(0)
+    assert tries == [50, 40, 90]
 
 
 @pytest.mark.parametrize("settles", [False, True])
