@@ -22,6 +22,7 @@ from .tree_component import BlockComponent
 from .tree_disk import DiskCache
 from .tree_eviction import EvictionQueue, ScannedLeaves
 from .tree_host import FULL
+from .tree_match import match_again
 from .tree_reuse import ReuseOrder
 
 
@@ -88,7 +89,13 @@ class KvcRadixCache(DiskCache, StreamingCache):
         super().touch_prefix(BlockKey.of(key))
 
     def _match_tree(self, params: MatchPrefixParams):
-        return super()._match_tree(replace(params, key=BlockKey.of(params.key)))
+        params = replace(params, key=BlockKey.of(params.key))
+        result = None if self.disable else match_again(self, params)
+        if result is None:
+            result = super()._match_tree(params)
+        if params.req is not None:
+            params.req.kvc_match_end = result.best_match_node
+        return result
 
     # ---- paths
 
