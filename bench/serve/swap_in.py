@@ -58,9 +58,12 @@ class Stream(threading.Thread):
 
 
 def steps_between(times: list[float], begin: float, end: float) -> tuple[int, float]:
-    """Number and seconds of the whole steps between `begin` and `end`; `times` are the ends of all steps."""
-    first, last = bisect.bisect_left(times, begin), bisect.bisect_right(times, end) - 1
-    return (last - first, times[last] - times[first]) if last > first else (0, 0.0)
+    """Number and seconds of the steps from the last token before `begin` to the last one before `end`.
+
+    A server that reads a long request passes tokens on late, so the first token after `begin` says little.
+    """
+    first, last = (bisect.bisect_right(times, at) - 1 for at in (begin, end))
+    return (last - first, times[last] - times[first]) if last > first >= 0 else (0, 0.0)
 
 
 def extra_seconds(times: list[float], begin: float, end: float) -> float:
