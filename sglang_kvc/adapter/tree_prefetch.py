@@ -26,21 +26,22 @@ def prefetch(tree: KvcRadixCache, waiting: Sequence[Req], room: Callable[[], flo
 
     room: function that gives the tokens of memory that no running request may need.
     """
-    reachable = tree.runtime.capacity.reachable_tokens()
+    capacity = tree.runtime.capacity
     for req in waiting[:PREFETCHED]:
         if req.kvc_private or getattr(req, "kvc_prefetched", False):
             continue
-        # Running requests take memory and give some of it back, so the least room since the refusal counts.
-        least = getattr(req, "kvc_least_room", None)
+        req.init_next_round_input(tree)  # also marks the path as used, so that its blocks are not evicted first
+        # Running requests take memory and give some of it back. More than the least room since the refusal is enough
+        # to try again.
+        least, reachable = getattr(req, "kvc_least_room", None), capacity.reachable_tokens()
         if least is not None and reachable <= least:
             req.kvc_least_room = reachable
             continue
         req.kvc_least_room = None
-        req.init_next_round_input(tree)
         if tree.fetch(req):
             continue  # matched again when the files are read
         hit = tree.bring_back(req, room=room, others_run=True) if req.host_hit_length else Hit.LOADING
         req.kvc_prefetched = hit is not Hit.NO_ROOM
         if not req.kvc_prefetched:
-            req.kvc_least_room = reachable
+            req.kvc_least_room = capacity.reachable_tokens()
 

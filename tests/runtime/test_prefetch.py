@@ -84,20 +84,50 @@ def test_nothing_is_loaded_into_memory_that_running_requests_need():
         assert server.seen["retracted"] == 0
 
 
+class Prompts:
+    """A tree with `memory` tokens of reachable memory, and waiting prompts that need some of it each."""
+
+    def __init__(self, *needs: int):
+        self.memory, self.tries, self.matched = 0, [], []
+        self.runtime = SimpleNamespace(capacity=SimpleNamespace(reachable_tokens=lambda: self.memory))
+        self.waiting = [SimpleNamespace(kvc_private=False, host_hit_length=need) for need in needs]
+        for req in self.waiting:
+            req.init_next_round_input = lambda tree, need=req.host_hit_length: self.matched.append(need)
+
+    def fetch(self, req) -> bool:
+        return False
+
+    def bring_back(self, req, **options) -> Hit:
+        self.tries.append(req.host_hit_length)
+        if req.host_hit_length > self.memory:
+            return Hit.NO_ROOM
+        self.memory -= req.host_hit_length
+        return Hit.LOADING
+
+    def prefetch(self, memory: int) -> list[int]:
+        """Prompts that are tried with this much memory."""
+        self.memory, self.tries, self.matched = memory, [], []
+        prefetch(self, self.waiting, lambda: 0.0)
+        return self.tries
+
+
 def test_refused_prompt_is_tried_again_when_memory_is_freed():
-    memory, tries = [50, 50, 30, 30, 40, 40, 90, 95], []
+    prompts = Prompts(90)
+    tried = [prompts.prefetch(memory) for memory in (50, 50, 30, 30, 40, 40, 90, 95)]
+    assert tried == [[90], [], [], [], [90], [], [90], []]
 
-    def bring_back(req, **options) -> Hit:
-        tries.append(memory[0])
-        return Hit.LOADING if memory[0] == 90 else Hit.NO_ROOM
 
-    runtime = SimpleNamespace(capacity=SimpleNamespace(reachable_tokens=lambda: memory[0]))
-    tree = SimpleNamespace(runtime=runtime, fetch=lambda req: False, bring_back=bring_back)
-    req = SimpleNamespace(kvc_private=False, host_hit_length=P, init_next_round_input=lambda tree: None)
-    while memory:
-        prefetch(tree, [req], lambda: 0.0)
-        memory.pop(0)
-    assert tries == [50, 40, 90]
+def test_room_of_refused_prompt_is_what_others_leave():
+    prompts = Prompts(60, 50)
+    assert prompts.prefetch(100) == [60, 50]  # the first one leaves 40
+    assert prompts.prefetch(40) == []
+    assert prompts.prefetch(45) == [50]
+
+
+def test_path_of_refused_prompt_counts_as_used():
+    prompts = Prompts(90)
+    assert prompts.prefetch(50) == [90]
+    assert prompts.prefetch(50) == [] and prompts.matched == [90]
 
 
 @pytest.mark.parametrize("settles", [False, True])
