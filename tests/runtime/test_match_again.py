@@ -82,6 +82,8 @@ def test_only_changed_path_is_compared_again():
     assert matches(server, req, prompt) == (3, 0)
     server.finish(server.admit([*prompt[: 2 * P], 7]))
     assert matches(server, req, prompt[: 2 * P + 1])[0] == 2  # shorter than the last match
+    assert matches(server, req, [*prompt[:P], *range(900, 900 + P), 1])[0] == 1  # other tokens
+    assert matches(server, req, prompt)[0] == 3
     server.tree.evict(EvictParams(num_tokens=10**9))
     assert matches(server, req, prompt) == (0, 0)
 
