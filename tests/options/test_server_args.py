@@ -332,7 +332,6 @@ def test_engine_accepts_kvc_options(server_args, model):
     ("entry", "option", "value"),
     [
         ("launch_server", "--kvc-block-size", "7"),
-        ("serve", "--kvc-block-size", "7"),
         ("serve", "--kvc-budget", "100x"),  # checked against the model's config file
     ],
 )

@@ -53,19 +53,19 @@ def check_same(again, before) -> None:
 def test_answers_after_release_equal_fresh_server(saver, rng):
     """On the CPU a plug-in overwrites the memory instead of releasing it, and detects writes to it."""
     prompts = [tokens(rng, 4 * BLOCK + 9), tokens(rng, 2 * BLOCK + 20)]
-    before = [saver.client.generate(p, 24, logprobs=True) for p in prompts]
-    hits = [saver.client.generate(p, 24, logprobs=True) for p in prompts]
+    before = [saver.client.generate(p, 8, logprobs=True) for p in prompts]
+    hits = [saver.client.generate(p, 8, logprobs=True) for p in prompts]
     assert all(a.cached_tokens for a in hits)
     for _ in range(2):
         release(saver, KV)
         if not STOCK:
             assert saver.client.when_idle()["tokens"] == 0  # statistics are measured without the memory
         post(saver, "/resume_memory_occupation", KV)
-        again = [saver.client.generate(p, 24, logprobs=True) for p in prompts]
+        again = [saver.client.generate(p, 8, logprobs=True) for p in prompts]
         assert not any(a.cached_tokens for a in again)
         for a, b in zip(again, before):
             check_same(a, b)
-        for a, b in zip([saver.client.generate(p, 24, logprobs=True) for p in prompts], hits):
+        for a, b in zip([saver.client.generate(p, 8, logprobs=True) for p in prompts], hits):
             check_same(a, b)
 
 

@@ -39,7 +39,7 @@ def test_ranks_expire_sessions_in_step(ranks, rng):
     """Requests exceed memory, and times to live end while others run. Ranks that evicted different blocks would wait
     for each other."""
     prompts = [tokens(rng, rng.randint(10, 6 * BLOCK)) for _ in range(16)]
-    requests = [p for _ in range(3) for p in rng.sample(prompts, len(prompts))]
+    requests = [p for _ in range(2) for p in rng.sample(prompts, len(prompts))]
     options = [{"custom_params": {"kvc_ttl": rng.choice([0, 0.05, 0.3, 60]), "kvc_steps": 2}} for _ in requests]
     with ThreadPoolExecutor(ROWS) as pool:
         answers = list(pool.map(lambda p, o: ranks.client.generate(p, BLOCK, sampling=o), requests, options))
@@ -56,7 +56,7 @@ def test_expired_session_leaves_memory_first(ranks, rng):
     client.generate(tokens(rng, 9), BLOCK)  # enough passes to read the clock twice
     before = client.when_idle()
     for _ in range(100):
-        if client.when_idle()["evicted_blocks"] > before["evicted_blocks"]:
+        if client.stats()["evicted_blocks"] > before["evicted_blocks"]:
             break
         client.generate(tokens(rng, BLOCK), 2)
     loaded = []
@@ -99,7 +99,7 @@ def test_ranks_charge_one_shot_prompts_alike(replicated, rng):
     """Each rank chooses tokens by its own query heads, but the same number of pages. Requests exceed memory."""
     client, trunk = replicated.client, tokens(rng, 2 * BLOCK)
     client.flush()
-    prompts = [trunk + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(24)]
+    prompts = [trunk + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(12)]
     levels = ["one-shot:64x", "one-shot:6x", "one-shot:96", None]
     options = [{"custom_params": {"kvc": rng.choice(levels)}} for _ in prompts]
     with ThreadPoolExecutor(ROWS) as pool:

@@ -29,7 +29,7 @@ class Chat:
 def test_turns_continue_conversation(levels, rng):
     """Each turn is answered like the whole conversation, and recomputes none of its full blocks."""
     chat, history, turns = Chat(levels), [], []
-    for n, answer in ((2 * BLOCK + 9, BLOCK), (5, 1), (BLOCK, 2 * BLOCK + 3), (1, 20)):
+    for n, answer in ((2 * BLOCK + 9, BLOCK), (5, 1), (BLOCK, BLOCK + 3), (1, 20)):
         new = tokens(rng, n)
         got = chat.turn(new, answer)
         assert got.meta["prompt_tokens"] == len(history) + n
