@@ -42,7 +42,7 @@ class HostTier:
         self.disk: DiskTier | None = None
         self.stored = 0  # blocks in host memory
         self.saved_blocks = self.loaded_blocks = 0  # totals since start
-        self.load_ms = 0.0  # time of loads on the device since start
+        self.arrived_bytes, self.load_ms = 0, 0.0  # bytes of finished loads since start, and their time on the device
         self.loading: deque[Loading] = deque()
         # Blocks, their stored blocks and the generations of these, of saves that are not in the operation queue yet.
         self._planned: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -151,7 +151,9 @@ class HostTier:
 
     def take_arrived(self) -> None:
         """Remove the oldest load, which has finished, from `loading`."""
-        self.load_ms += self.loading.popleft().milliseconds
+        loading = self.loading.popleft()
+        self.arrived_bytes += loading.num_bytes
+        self.load_ms += loading.milliseconds
 
     # ---- records
 

@@ -29,11 +29,12 @@ class Loading:
 
     queued: number of operations that are not launched yet. began: CUDA event at the first copy. events: CUDA events at
     the ends of the launched operations. On the CPU, where a load ends at once, there are none. in_use: tensors that a
-    stream still reads.
+    stream still reads. num_bytes: bytes that it copies.
     """
 
     blocks: np.ndarray
     queued: int = 0
+    num_bytes: int = 0
     began: Any = None
     events: list[Any] = field(default_factory=list)
     in_use: list[torch.Tensor] = field(default_factory=list)
@@ -161,6 +162,7 @@ class Transfers:
 
     def load(self, blocks: np.ndarray, format_id: int, units: np.ndarray, loading: Loading) -> None:
         """Give `blocks[n]` pages, to be filled from `units[n, k]` by `launch_fills`."""
+        loading.num_bytes += units.size * self.memory.unit_bytes
         self.bytes_loaded += units.size * self.memory.unit_bytes
         self._wait_saved(units[:, 0])
         ids = self.store.upload(blocks)

@@ -126,6 +126,7 @@ def _host(tier: HostTier) -> dict[str, Any]:
         "host_blocks": tier.stored,
         "host_saved_bytes": tier.transfers.bytes_saved,
         "host_loaded_bytes": tier.transfers.bytes_loaded,
+        "host_arrived_bytes": tier.arrived_bytes,
         "host_load_ms": tier.load_ms,
     }
 

@@ -133,9 +133,9 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
         used = f"{_size(s.host_bytes)} of {_size(s.host_bytes_total)} in use by {s.host_blocks} blocks"
         out.append(("host memory", used))
         moved = f"{_size(s.host_saved_bytes)} out, {_size(s.host_loaded_bytes)} back"
-        if s.host_load_ms:
-            moved += f" at {s.host_loaded_bytes / s.host_load_ms / 1e6:.1f} GB/s"
         out.append(("host traffic", f"{moved} in {s.transfer_ms:.0f} ms of host time"))
+        if s.host_load_ms:
+            out.append(("rate of loads", f"{s.host_arrived_bytes / s.host_load_ms / 1e6:.1f} GB/s"))
     if s.disk_bytes_total:
         out.append(("disk", f"{_size(s.disk_bytes)} of {_size(s.disk_bytes_total)} in {s.disk_blocks} files"))
     if s.disk_bytes_total or s.disk_written_bytes or s.disk_read_bytes:

@@ -42,8 +42,9 @@ class KvcStats:
     host_bytes_total: int = 0  # 0: there is no host tier
     host_blocks: int = 0  # blocks in host memory
     host_saved_bytes: int = 0  # bytes copied to the host since start
-    host_loaded_bytes: int = 0  # bytes copied back since start
-    host_load_ms: float = 0.0  # time of these copies on the device; 0 on the CPU
+    host_loaded_bytes: int = 0  # bytes copied back since start, those of loads under way included
+    host_arrived_bytes: int = 0  # bytes of finished loads
+    host_load_ms: float = 0.0  # time of these on the device, from first copy to last page; 0 on the CPU
     transfer_ms: float = 0.0  # host time of both, like `compaction_ms`
     disk_bytes: int = 0  # bytes of files; with a storage backend, bytes that this server wrote
     disk_bytes_total: int = 0  # 0: there is no disk tier, or a storage backend

@@ -60,8 +60,9 @@ def test_host_traffic_is_shown_with_its_host_time():
     hosted = replace(STATS, host_bytes=10**9, host_bytes_total=2 * 10**9, host_saved_bytes=3 * 10**9, transfer_ms=12.3)
     assert hosted.log_line().endswith(", host 1.0 of 2.0 GB, 3.0 GB out, 0.0 GB back in 12 ms")
     assert dict(inspect.rows(hosted))["host traffic"].endswith(" back in 12 ms of host time")
-    loaded = replace(hosted, host_loaded_bytes=5 * 10**9, host_load_ms=100.0)
-    assert " at 50.0 GB/s in 12 ms" in dict(inspect.rows(loaded))["host traffic"]
+    assert "rate of loads" not in dict(inspect.rows(hosted))
+    loaded = replace(hosted, host_loaded_bytes=9 * 10**9, host_arrived_bytes=5 * 10**9, host_load_ms=100.0)
+    assert dict(inspect.rows(loaded))["rate of loads"] == "50.0 GB/s"
     assert metrics.GAUGES["transfer_seconds"][1](hosted) == pytest.approx(0.0123)
 
 
