@@ -8,9 +8,9 @@ more prefixes than the device holds, so each one comes back from host memory. Th
 once, which hits the device and serves as a control.
 
 `load_of_bus`: time of the loads on the device, from the first copy to the last page, over the time of a plain copy of
-the same bytes. `slowdown`: the time that the decode steps between sending and first token took beyond the steps before
-them, as a share of the time of the loads, plus 1. `control`: the same for the requests that hit the device, as a share
-of the time to their first token. Random weights suffice.
+the same bytes. `slowdown`: that time over itself without the extra time of decode steps. Extra is the time that steps
+between sending and first token took beyond as many steps before them, less the same for requests that hit the device.
+Random weights suffice.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import statistics
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 from bench import common
-from bench.client import TIMEOUT, Client
+from bench.client import TIMEOUT, Answer, Client
 from bench.common import Score
 from bench.e2e.serving import result_name
 from bench.tiny import tiny_model
@@ -37,6 +37,7 @@ from bench.tiny import tiny_model
 NAME, SEED = "serve/swap_in", 7
 IDS = range(1000, 40_000)
 TAIL = 8  # new tokens after a prefix
+BLOCK = 128
 PAUSE = 0.15  # seconds of undisturbed decode steps before each request
 WARM_UP = 1  # rounds that are not counted
 
@@ -67,14 +68,21 @@ def steps_between(times: list[float], begin: float, end: float) -> tuple[int, fl
 
 
 def extra_seconds(times: list[float], begin: float, end: float) -> float:
-    """Seconds that the steps between `begin` and `end` took beyond as many steps in the `PAUSE` before `begin`."""
+    """Seconds that the steps between `begin` and `end` took beyond as many steps in the `PAUSE` before `begin`.
+
+    RuntimeError if there are none in the pause."""
     usual, usual_s = steps_between(times, begin - PAUSE * 0.9, begin)
+    if not usual:
+        raise RuntimeError(f"no decode step in {PAUSE} s before a request; the server is too slow for this benchmark")
     steps, seconds = steps_between(times, begin, end)
-    return seconds - steps * usual_s / usual if usual else 0.0
+    return seconds - steps * usual_s / usual
 
 
-def measure(client: Client, stream: Stream, prefixes: list[list[int]], rounds: int, rng: random.Random) -> dict:
-    """Times of requests for the prefixes while `stream` runs: `loaded` from host memory, `hit` on the device."""
+def measure(
+    client: Client, stream: Stream, others: list[Future], prefixes: list[list[int]], rounds: int, rng: random.Random
+) -> dict:
+    """Times of requests for the prefixes while `stream` and `others` run: `loaded` from host memory, `hit` on the
+    device."""
     spans: dict[str, list[tuple[float, float]]] = {"loaded": [], "hit": []}
     before: dict = {}
     for turn in range(WARM_UP + rounds):
@@ -88,14 +96,17 @@ def measure(client: Client, stream: Stream, prefixes: list[list[int]], rounds: i
                 time.sleep(PAUSE)
                 begin = time.monotonic()
                 with urlopen(request, timeout=TIMEOUT) as response:
-                    response.read()
+                    answer = response.read()
                 spans[kind].append((begin, time.monotonic()))
-            if not stream.is_alive():
+                cached = Answer.parse(json.loads(answer)).cached_tokens
+                if cached < len(prefix) // BLOCK * BLOCK:
+                    raise SystemExit(f"error: {cached} tokens of a prefix were cached; use more --host-memory")
+            if not stream.is_alive() or any(other.done() for other in others):
                 raise SystemExit(f"error: the streams ended in round {turn}; use a longer --answer or fewer --rounds")
     time.sleep(PAUSE)
     after, times = client.stats(), list(stream.times)
     out = {
-        "num_bytes": after["host_loaded_bytes"] - before["host_loaded_bytes"],
+        "num_bytes": after["host_arrived_bytes"] - before["host_arrived_bytes"],
         "load_ms": after["host_load_ms"] - before["host_load_ms"],
     }
     for kind, pairs in spans.items():
@@ -138,11 +149,10 @@ def serve(args: argparse.Namespace) -> dict:
                 time.sleep(0.1)
             time.sleep(2)
             try:
-                row = measure(client, stream, prefixes, args.rounds, rng)
+                row = measure(client, stream, waiting, prefixes, args.rounds, rng)
             finally:
                 client.post("/abort_request", {"abort_all": True})
             stream.join()
-        del waiting
         if errors := server.errors():
             raise RuntimeError(f"{errors}")
     return row
@@ -171,18 +181,18 @@ def main(argv: list[str] | None = None) -> None:
     row = serve(args)
     needed = args.prefixes * args.rounds
     print(json.dumps(row, indent=1))
+    if not common.has_gpu():  # loads end at once
+        return
     if not row["num_bytes"]:
         raise SystemExit("error: no prefix came back from host memory; lower --memory")
-    if not common.has_gpu():
-        return
     from bench.kernels.swap import bus
 
     each = row["num_bytes"] // needed
     row["bus_ms"] = needed * bus(each, False)
     load, steps = row["loaded"], f"{args.streams} requests, steps of {row['step_ms']:.1f} ms"
     row["load_of_bus"] = row["load_ms"] / row["bus_ms"]
-    row["slowdown"] = 1 + 1000 * load["extra_s"] / (row["load_ms"] - 1000 * load["extra_s"])
-    row["control"] = 1 + row["hit"]["extra_s"] / (row["hit"]["seconds"] - row["hit"]["extra_s"])
+    row["extra_ms"] = 1000 * (load["extra_s"] - row["hit"]["extra_s"])
+    row["slowdown"] = row["load_ms"] / (row["load_ms"] - row["extra_ms"])
     added = (load["ms_median"] - row["hit"]["ms_median"]) * needed / row["bus_ms"]
     unit = "of the time of a plain copy"
     scores = {
