@@ -116,8 +116,8 @@ class HopperExtend:
         return self._kernels[rows, capped]
 
     def plan(self, plan: ExtendPlan, rows: int, part_o: torch.Tensor, part_lse: torch.Tensor) -> None:
-        """Plan for `rows` query rows per CTA: FEW_ROWS, 128 or 256. `part_o` fp16 `[n_slots, H, rows, D]` and
-        `part_lse` fp32 `[n_slots, H, rows]`, or larger; they keep their memory until the last `launch`."""
+        """Plan for `rows` query rows per CTA: FEW_ROWS, 128 or 256. `part_o` (memory for fp16 `[n_slots, H, rows, D]`)
+        and `part_lse` (fp32 `[n_slots, H, rows]`) may be larger. They stay in place until the last `launch`."""
         store, few, a, b = self.store, rows == FEW_ROWS, self._arguments, self._merge_arguments
         tensors = dict(
             part_o=part_o, part_lse=part_lse, items=plan.items, lists=plan.lists, sizes=plan.sizes, pages=store.pages,
