@@ -28,8 +28,6 @@ SERVERS = {
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
     "stored", "budgeted", "starved",
 }  # fmt: skip
-# On a GPU, NCCL needs one GPU per rank.
-REPLICAS = 2 if common.has_gpu() else 4  # ranks of a model with half as many KV heads
 TWO_RANKS = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or a CPU")
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 # Differences between two runs of one prompt in batches of different shapes, in nats: between the candidates where
@@ -85,8 +83,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", [*two, "--kvc-eviction", "reuse"], "2MiB", _ranks()),
         "replicated": (
-            "k4v4", [*two, "--tp-size", str(REPLICAS), *chunk], "4MiB",
-            {**_ranks(REPLICAS), **_plugin("replicas_on_cpu")},
+            "k4v4", [*two, *chunk], "4MiB", {**_ranks(), **_plugin("replicas_on_cpu")},
         ),
         "dp": ("k4v4", [*chunk, *dp], "4MiB", {**_ranks(), **_plugin("dp_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD], "4MiB", {}),
@@ -139,12 +136,12 @@ def _plugin(name: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-def _ranks(number: int = 2) -> dict[str, str]:
+def _ranks() -> dict[str, str]:
     """SGLang requires a core for each rank on a CPU, and tries NCCL where torch was built for CUDA."""
     if common.has_gpu():
         return {}
     cores = sorted(os.sched_getaffinity(0))
-    bound = "|".join(str(cores[i % len(cores)]) for i in range(number))
+    bound = "|".join(str(cores[i % len(cores)]) for i in range(2))
     return {"SGLANG_CPU_OMP_THREADS_BIND": bound, "SGLANG_NCCL_SO_PATH": "/nonexistent"}
 
 
@@ -177,7 +174,7 @@ class Servers:
             return folder if folder.exists() else tiny_experts(folder)
         if name == "replicated":
             folder = self.models / "few_kv_heads"
-            return folder if folder.exists() else tiny_model(folder, kv_heads=REPLICAS // 2)
+            return folder if folder.exists() else tiny_model(folder, kv_heads=1)
         return self.windowed_model() if name.startswith("windowed") else None
 
     def windowed_model(self) -> Path:
