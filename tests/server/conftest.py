@@ -82,9 +82,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", [*two, "--kvc-eviction", "reuse"], "2MiB", _ranks()),
-        "replicated": (
-            "k4v4", [*two, *chunk], "4MiB", {**_ranks(), **_plugin("replicas_on_cpu")},
-        ),
+        "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_ranks(), **_plugin("replicas_on_cpu")}),
         "dp": ("k4v4", [*chunk, *dp], "4MiB", {**_ranks(), **_plugin("dp_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD], "4MiB", {}),
         "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
