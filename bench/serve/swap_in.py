@@ -108,6 +108,8 @@ def measure(
     out = {
         "num_bytes": after["host_arrived_bytes"] - before["host_arrived_bytes"],
         "load_ms": after["host_load_ms"] - before["host_load_ms"],
+        # All stored blocks have one format, so their records have one size.
+        "prefix_bytes": after["host_bytes"] // after["host_blocks"] * (len(prefixes[0]) // BLOCK),
     }
     for kind, pairs in spans.items():
         out[kind] = {
@@ -181,14 +183,13 @@ def main(argv: list[str] | None = None) -> None:
     row = serve(args)
     needed = args.prefixes * args.rounds
     print(json.dumps(row, indent=1))
+    if row["num_bytes"] < needed * row["prefix_bytes"]:
+        raise SystemExit("error: some prefixes were still on the device; lower --memory or use more --prefixes")
     if not common.has_gpu():  # loads end at once
         return
-    if not row["num_bytes"]:
-        raise SystemExit("error: no prefix came back from host memory; lower --memory")
     from bench.kernels.swap import bus
 
-    each = row["num_bytes"] // needed
-    row["bus_ms"] = needed * bus(each, False)
+    row["bus_ms"] = needed * bus(row["num_bytes"] // needed, False)
     load, steps = row["loaded"], f"{args.streams} requests, steps of {row['step_ms']:.1f} ms"
     row["load_of_bus"] = row["load_ms"] / row["bus_ms"]
     row["extra_ms"] = 1000 * (load["extra_s"] - row["hit"]["extra_s"])
