@@ -49,13 +49,14 @@ def packed_blocks(runtime: Runtime, n: int) -> np.ndarray:
     return np.array(blocks)
 
 
-def timed(launch, stream: torch.cuda.Stream) -> tuple[float, float]:
-    """Milliseconds until `stream` is idle after `launch`, and milliseconds of `launch` on the host."""
+def timed(launch, *streams: torch.cuda.Stream) -> tuple[float, float]:
+    """Milliseconds until `streams` are idle after `launch`, and milliseconds of `launch` on the host."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     launch()
     launched = time.perf_counter() - began
-    stream.synchronize()
+    for stream in streams:
+        stream.synchronize()
     return 1e3 * (time.perf_counter() - began), 1e3 * launched
 
 
@@ -120,22 +121,28 @@ class DecodeWork:
 
 
 class Transfer:
-    """A transfer and its start and end events. `launch` launches its next part and returns whether it was the last."""
+    """A transfer on `streams`, and events at its start and its ends. `launch` launches its next part and returns
+    whether it was the last."""
 
-    def __init__(self, launch: Callable[[], bool], first: torch.cuda.Stream, last: torch.cuda.Stream):
-        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.launch, self.last, self.launched = launch, last, False
-        self.start.record(first)
+    def __init__(self, launch: Callable[[], bool], *streams: torch.cuda.Stream):
+        self.start, *self.ends = (torch.cuda.Event(enable_timing=True) for _ in (None, *streams))
+        self.launch, self.streams, self.launched = launch, streams, False
+        self.start.record(streams[0])
         self.advance()
 
     def advance(self) -> None:
         if not self.launched and self.launch():
-            self.end.record(self.last)
+            for end, stream in zip(self.ends, self.streams):
+                end.record(stream)
             self.launched = True
 
     @property
     def finished(self) -> bool:
-        return self.launched and self.end.query()
+        return self.launched and all(end.query() for end in self.ends)
+
+    @property
+    def milliseconds(self) -> float:
+        return max(self.start.elapsed_time(end) for end in self.ends)
 
 
 def concurrent_ms(work: torch.cuda.CUDAGraph, begin: Callable[[], Transfer] | None = None) -> tuple[float, float]:
@@ -162,7 +169,7 @@ def concurrent_ms(work: torch.cuda.CUDAGraph, begin: Callable[[], Transfer] | No
     torch.cuda.synchronize()
     during = marks[: -STEP if transfer else None]  # the last ones may have run after the transfer
     run_ms = during[0].elapsed_time(during[-1]) / (len(during) - 1) / REPEATS
-    return run_ms, transfer.start.elapsed_time(transfer.end) if transfer else 0.0
+    return run_ms, transfer.milliseconds if transfer else 0.0
 
 
 class Prefix:
@@ -182,6 +189,7 @@ class Prefix:
         self.tier, self.transfers = self.runtime.host_tier, self.runtime.host_tier.transfers
         self.blocks = packed_blocks(self.runtime, self.n)
         self.ids = np.empty(0, dtype=np.int64)
+        self.streams = [stream for stream, _ in self.transfers.load_streams]
 
     def save(self) -> tuple[float, float]:
         """Move the blocks to the host; return milliseconds of the transfer and of the launches."""
@@ -203,7 +211,7 @@ class Prefix:
             while not self.flush():
                 pass
 
-        return timed(flush, self.transfers.move_stream)
+        return timed(flush, *self.streams)
 
     def flush(self) -> bool:
         """Launch what one flush may of a load; return whether nothing is left."""
@@ -212,22 +220,23 @@ class Prefix:
 
     def begin_load(self) -> Transfer:
         self.queue_load()
-        return Transfer(self.flush, self.transfers.load_stream, self.transfers.move_stream)
+        return Transfer(self.flush, *self.streams)
 
     def begin_copy(self) -> Transfer:
-        """Only the copies of a load over the bus."""
+        """Only the copies of a load over the bus, in large pieces."""
         units = self.tier.units[self.ids]
         units = units[:, : int((units >= 0).sum(1).max())]
-        rows = self.transfers._rows(self.transfers.load_buffers[0][0], units.shape[1])
+        stream, buffer = self.transfers.save_stream, self.transfers.save_buffers[0][0]
+        rows = self.transfers._rows(buffer, units.shape[1])
 
         def launch() -> bool:
-            with torch.cuda.stream(self.transfers.load_stream):
+            with torch.cuda.stream(stream):
                 for at in range(0, len(units), len(rows)):
                     part = units[at : at + len(rows)]
                     self.transfers._copy(part, rows[: len(part)], to_host=False)
             return True
 
-        return Transfer(launch, self.transfers.load_stream, self.transfers.load_stream)
+        return Transfer(launch, stream)
 
 
 def median(values) -> float:
