@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,8 +120,8 @@ class PageStore:
         return upload(values, self.device, dtype=None)
 
     @cached_property
-    def launch_constants(self) -> dict[tuple, tuple]:
-        """Cached launch constants, by operation and block format."""
+    def launch_constants(self) -> dict[tuple, Any]:
+        """Cached launches and constants of launches, by operation and block format."""
         return {}
 
     @cached_property

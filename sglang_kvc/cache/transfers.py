@@ -205,7 +205,7 @@ class Transfers:
                 for at in range(begin + number * each, end, each * len(self.load_streams)):
                     n = min(each, end - at)
                     self._copy(fill.units[at : at + n], rows[:n], to_host=False)
-                    ops.read_records(self.store, fill.ids[at : at + n], rows[:n])
+                    ops.read_records(self.store, fill.ids, rows[:n], first=at)
                 if end == len(fill.units) and self.on_gpu:
                     fill.loading.events.append(self._event(timing=True))
         fill.loading.in_use.append(fill.ids)

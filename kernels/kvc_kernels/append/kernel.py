@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from ..common.bound_launch import BoundLaunch
 from ..common.dependent_launch import launch_options
-from ..common.layer_launch import LayerLaunch
 from ..formats import BF16
 from ..layout import PoolLayout
 from ..store import PageStore
@@ -59,7 +59,7 @@ class LayerAppend:
     def plan(self, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Plan for tokens `offsets[N]` of bf16 `blocks[N]`, int32 or int64. Rows of padded requests have block 0."""
         store = self.store
-        self._launch = LayerLaunch(
+        self._launch = BoundLaunch(
             _append_kernel, store.pages, store.table, blocks, offsets, store.like, *self._constants, **self._options
         )
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.layer_launch import LayerLaunch
+from ..common.bound_launch import BoundLaunch
 from ..common.quant_kernel import ROUNDER, grid, half_range, rounded
 from ..formats import BF16, Format
 from ..store import PageStore
@@ -152,7 +152,7 @@ class FakeQuantRows(DenseRows):
         k_step, v_step = min(padded, CTA_ELEMENTS // g.head_dim), min(padded, V_STEP)
         self._grid = self.n, g.heads, 1 + triton.cdiv(g.block_tokens, v_step)
         # Without fused multiply-add, because the reference rounds the product and the sum separately.
-        self._launch = LayerLaunch(
+        self._launch = BoundLaunch(
             _fake_quant_kernel, store.pages, store.table, row_blocks, row_blocks.stride(0), items, self.k, self.v,
             g.layers, g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes, plain.tokens,
             plain.offset("value_codes"), fmt.key_bits, fmt.value_bits, g.page(fmt).value_groups,

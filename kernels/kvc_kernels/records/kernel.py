@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.bound_launch import BoundLaunch
 from ..layout import RecordLayout
 from ..pages.kernel import exchange_pages, take_bf16, tier_tokens
 from ..store import PageStore
@@ -46,16 +47,17 @@ def _page_counts(counts, format_id, FORMATS: tl.constexpr, ENTRIES: tl.constexpr
 
 
 # The blocks of one buffer are a slice of those of an operation. Its alignment must not select another compiled kernel.
-@triton.jit(do_not_specialize_on_alignment=["blocks"])
+@triton.jit(do_not_specialize=["first_block"], do_not_specialize_on_alignment=["blocks"])
 def _copy_records_kernel(
-    pages, table, format_id, headers, counts, query_counts, blocks, records, stride,
+    first_block, blocks, records, stride, pages, table, format_id, headers, counts, query_counts,
     PAGE: tl.constexpr, HEADER: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, FORMATS: tl.constexpr,
     COUNTS_AT: tl.constexpr, QUERIES_AT: tl.constexpr, HEADERS_AT: tl.constexpr, PAGES_AT: tl.constexpr,
     CHUNK: tl.constexpr, PAGE_REST: tl.constexpr, HEADER_REST: tl.constexpr, ROW_SIDE: tl.constexpr,
     ENTRY_SIDE: tl.constexpr, TO_RECORDS: tl.constexpr,
 ):
-    """grid (n * ROWS,): a program copies the key header, the counts and the pages of one head of one block to their
-    places in the block's record, or back; with a block's first head also the query count.
+    """grid (n * ROWS,), for the n blocks from `blocks[first_block]` on: a program copies the key header, the counts and
+    the pages of one head of one block to their places in the block's record, or back; with a block's first head also
+    the query count.
 
     All in words of 4 bytes: pages `[num_pages, PAGE]`, table `[num_blocks, ROWS, ENTRIES]`, headers
     `[num_blocks, ROWS, HEADER]`, counts `[num_blocks, ROWS]`, records `stride` apart. Counts are not read back, because
@@ -67,7 +69,7 @@ def _copy_records_kernel(
     program = tl.program_id(0).to(tl.int64)
     n = program // ROWS
     head = program % ROWS
-    block = tl.load(blocks + n)
+    block = tl.load(blocks + first_block + n)
     # Pages of all heads of the block, since those before this head come first in the record.
     rows = tl.arange(0, ROW_SIDE)
     words = tl.load(counts + block * ROWS + rows, mask=rows < ROWS, other=0)
@@ -114,14 +116,18 @@ def _constants(store: PageStore) -> tuple:
     return known
 
 
-def _copy(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, to_records: bool) -> None:
-    if not blocks.numel():
+def _copy(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, first: int, to_records: bool) -> None:
+    if not records.shape[0]:
         return
-    headers, counts, pages = (x.view(torch.int32) for x in (store.headers, store.counts, store.pages))
-    _copy_records_kernel[(blocks.numel() * store.layout.layers * store.layout.heads,)](
-        pages, store.table, store.format_id, headers, counts, store.query_counts, blocks.long(),
-        records.view(torch.int32), records.stride(0) // 4, *_constants(store), to_records, num_warps=WARPS,
-    )  # fmt: skip
+    key = "copy_records", to_records
+    if (launch := store.launch_constants.get(key)) is None:
+        headers, counts, pages = (x.view(torch.int32) for x in (store.headers, store.counts, store.pages))
+        launch = store.launch_constants[key] = BoundLaunch(
+            _copy_records_kernel, pages, store.table, store.format_id, headers, counts, store.query_counts,
+            *_constants(store), to_records, num_warps=WARPS,
+        )  # fmt: skip
+    rows = store.layout.layers * store.layout.heads
+    launch((records.shape[0] * rows, 1, 1), first, blocks.long(), records.view(torch.int32))
 
 
 def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: torch.Tensor) -> None:
@@ -138,9 +144,9 @@ def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: 
 
 def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
     """`reference.write_records` as a kernel. Rows of `records` are a multiple of 4 bytes apart."""
-    _copy(store, blocks, records, True)
+    _copy(store, blocks, records, 0, True)
 
 
-def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
+def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, *, first: int = 0) -> None:
     """`reference.read_records` as a kernel. Rows of `records` are a multiple of 4 bytes apart."""
-    _copy(store, blocks, records, False)
+    _copy(store, blocks, records, first, False)

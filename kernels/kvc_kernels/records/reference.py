@@ -78,9 +78,9 @@ def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor)
     _pages(store, records)[row, place] = store.pages[ids]
 
 
-def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
-    """Fill `blocks[n]`, which `take_stored` gave pages, from their records, uint8 `[n, bytes]`."""
-    blocks = blocks.long()
+def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, *, first: int = 0) -> None:
+    """Fill `blocks[first : first + n]`, which `take_stored` gave pages, from their records, uint8 `[n, bytes]`."""
+    blocks = blocks[first : first + len(records)].long()
     read_meta(store, blocks, records)
     row, place, ids = _places(store, blocks)
     store.pages[ids] = _pages(store, records)[row, place]

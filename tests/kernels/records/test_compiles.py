@@ -33,11 +33,11 @@ def test_mover_program_fits_where_decode_cta_fits(to_records, tmp_path, monkeypa
             return lambda *args, **options: launched.append((grid, args, options))
 
     monkeypatch.setattr(kernel, "_copy_records_kernel", Launch())
-    kernel._copy(store, blocks, torch.zeros((2, 1 << 20), dtype=torch.uint8), to_records)
+    kernel._copy(store, blocks, torch.zeros((2, 1 << 20), dtype=torch.uint8), 0, to_records)
     monkeypatch.undo()
     ((grid, args, options),) = launched
     names = kernel._copy_records_kernel.arg_names
-    assert grid == (32,) and options == {"num_warps": 1}
+    assert grid == (32, 1, 1) and options == {"num_warps": 1}
     types = {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
     signature = {
         n: types[v.dtype] if isinstance(v, torch.Tensor) else "constexpr" if n.isupper() else "i32"

@@ -24,6 +24,6 @@ def test_kernel_equals_reference(has_scores, to_format):
     ops.take_stored(a, ids, to_format, counts)
     kernel.take_stored(b, ids, to_format, counts)
     same_state(a, b)
-    kernel.read_records(b, ids, records[1])
+    kernel.read_records(b, torch.cat((ids[:1] + 1, ids)), records[1], first=1)
     assert digests(b, ids) == before
     assert torch.equal(b.query_counts[ids], a.query_counts.new_tensor([7, 1, 9]))

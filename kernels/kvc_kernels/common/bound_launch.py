@@ -1,4 +1,4 @@
-"""Launches of a Triton kernel for the layers of one forward, which share most arguments."""
+"""Launches of a Triton kernel that share most arguments, like those for the layers of one forward."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from triton.compiler import CompiledKernel
 
 
-class LayerLaunch:
-    """Launches of a Triton kernel whose layers differ in an index and in rows of new tokens.
+class BoundLaunch:
+    """Launches of a Triton kernel that differ in an index and in some tensors, like a layer's rows of new tokens.
 
     Triton's launch binds all arguments and looks up the kernel compiled for what it specializes on: about 10 us of
     Python. It returns the compiled kernel, which can be launched in 1 us but does not compare the arguments with those
-    it was compiled for. `LayerLaunch` does: Triton specializes on dtypes, on whether 16 divides an address, and on
+    it was compiled for. `BoundLaunch` does: Triton specializes on dtypes, on whether 16 divides an address, and on
     whether an integer is 1, a multiple of 16, or larger than 32 bits. So a compiled kernel serves rows of one dtype,
     address modulo 16 and stride, and an index of 31 bits, which the kernel must list in `do_not_specialize`. The other
     arguments are the same objects in every launch.
@@ -26,7 +26,7 @@ class LayerLaunch:
         self._launches: dict[tuple, tuple] = {}
 
     def __call__(self, grid: tuple[int, int, int], index: int, *rows: torch.Tensor) -> None:
-        """Launch on the current stream. `rows`: tensors `[N, H, D]`."""
+        """Launch on the current stream. `rows`: tensors like `[N, H, D]`."""
         key = (grid, index >> 31, *[(x.dtype, x.data_ptr() % 16, x.stride()) for x in rows])
         if (found := self._launches.get(key)) is not None:
             launch, tail = found

@@ -12,7 +12,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvc_kernels.append.kernel import LayerAppend, _append_kernel
-from kvc_kernels.common.layer_launch import LayerLaunch
+from kvc_kernels.common.bound_launch import BoundLaunch
 from kvc_kernels.extend.fake_quant_kernel import FakeQuantRows, _fake_quant_kernel
 from tests.support.pages import make_store
 from tests.support.rows import LAYOUTS, laid_out
@@ -145,7 +145,7 @@ def test_long_indices_and_other_dtypes_have_their_own_kernels(launches):
 
 
 def test_launch_hooks_are_passed(launches, monkeypatch):
-    launch = LayerLaunch(_append_kernel, *range(7))
+    launch = BoundLaunch(_append_kernel, *range(7))
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", "enter")
     compiled = Compiled([], launches)
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: compiled)
@@ -157,7 +157,7 @@ def test_launch_hooks_are_passed(launches, monkeypatch):
 def test_without_a_compiled_kernel_every_launch_is_an_ordinary_one(monkeypatch):
     seen = []
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: seen.append((args, options)))
-    launch = LayerLaunch(_append_kernel, 7, 8, num_warps=2)
+    launch = BoundLaunch(_append_kernel, 7, 8, num_warps=2)
     for index in range(3):
         launch((4, 1, 1), index)
     assert seen == [((index, 7, 8), dict(grid=(4, 1, 1), warmup=False, num_warps=2)) for index in range(3)]
