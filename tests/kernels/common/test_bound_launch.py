@@ -11,9 +11,12 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from kvc_kernels import ops
 from kvc_kernels.append.kernel import LayerAppend, _append_kernel
 from kvc_kernels.common.bound_launch import BoundLaunch
 from kvc_kernels.extend.fake_quant_kernel import FakeQuantRows, _fake_quant_kernel
+from kvc_kernels.records.kernel import _copy_records_kernel
+from kvc_kernels.store import PageStore
 from tests.support.pages import make_store
 from tests.support.rows import LAYOUTS, laid_out
 
@@ -96,6 +99,28 @@ def test_each_append_runs_a_kernel_compiled_for_its_rows(launches):
             assert x.compiled_for == specialized(_append_kernel, *x.args, debug=False, **append._options)[0]
             ordinary += x.ordinary
         assert len(launches) == 400 and 16 <= ordinary < 200
+
+
+def test_each_part_of_records_runs_a_kernel_compiled_for_it(launches, monkeypatch):
+    """Parts differ in the number and the length of their records, and in the address of their blocks."""
+    monkeypatch.setattr(PageStore, "use_kernels", property(lambda self: True))
+    store, gen = make_store(), random.Random(5)
+    blocks, data = torch.arange(60), torch.zeros(40_000, dtype=torch.uint8)
+    for _ in range(200):
+        n, stride, begin = gen.randint(1, 3), 4 * gen.choice([1000, 1024, 1026]), gen.randrange(20)
+        records = data.as_strided((n, stride), (stride, 1), 4 * gen.randrange(9))
+        read = gen.random() < 0.5
+        part = blocks[begin:] if read else blocks[begin : begin + n]
+        if read:
+            ops.read_records(store, part, records, first=gen.randrange(30))
+        else:
+            ops.write_records(store, part, records)
+        x = launches[-1]
+        assert x.compiled_for == specialized(_copy_records_kernel, *x.args, debug=False, num_warps=1)[0]
+        assert x.args[1].data_ptr() == part.data_ptr() and x.args[2].data_ptr() == records.data_ptr()
+        assert (x.args[3], x.grid) == (stride // 4, (n * store.layout.layers * store.layout.heads, 1, 1))
+        assert x.args[-1] is not read
+    assert 20 < sum(not x.ordinary for x in launches) < 200
 
 
 def test_layers_with_like_rows_share_a_launch(launches):
