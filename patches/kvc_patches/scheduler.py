@@ -28,9 +28,13 @@ def around_get_new_batch_prefill(orig, self, running_batch):
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, running_batch)
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
     from sglang_kvc.adapter import waiting_queue
 
     waiting_queue.before_pass(runtime, self, running_batch)
+    if waiting_queue.all_wait_for_blocks(runtime, self):
+        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     was_full = running_batch.batch_is_full
     plan = orig(self, running_batch)
     waiting_queue.after_pass(runtime, self, plan, was_full)

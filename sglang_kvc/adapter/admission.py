@@ -33,15 +33,19 @@ def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
 
     While the blocks are being read, the prompt is skipped and later prompts are admitted. If requests were preempted
     for it, later prompts wait, too, because they would take its row."""
-    if adder.tree_cache.fetch(req):
+    tree = adder.tree_cache
+    req.kvc_waits_for = tree.transfers_ended  # the number of the next transfer to end
+    if tree.fetch(req):
         return AddReqResult.CONTINUE
     if not req.host_hit_length:
-        req.kvc_keeps_row = False
+        req.kvc_keeps_row, req.kvc_waits_for = False, None
         return None
     others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
-    hit = adder.tree_cache.bring_back(req, room=lambda: adder.rem_total_tokens, others_run=others_run)
+    hit = tree.bring_back(req, room=lambda: adder.rem_total_tokens, others_run=others_run)
     keeps_row = hit is Hit.LOADING and getattr(req, "kvc_keeps_row", False)
     req.kvc_keeps_row = keeps_row
+    if hit is not Hit.LOADING:
+        req.kvc_waits_for = None
     loading = AddReqResult.OTHER if keeps_row else AddReqResult.CONTINUE
     return {Hit.LOADING: loading, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
 

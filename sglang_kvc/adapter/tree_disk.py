@@ -233,6 +233,10 @@ class DiskCache(HostCache):
             self._make_host_room(int(ends[-1]))
         return int(np.count_nonzero(ends <= self.host_tier.memory.free_units))
 
+    @property
+    def transferring(self) -> bool:
+        return bool(self.loads or self.fetches or self.lookups)
+
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
         if self.disk is None:
@@ -240,6 +244,7 @@ class DiskCache(HostCache):
         while self.lookups and self._agreed(int(self.lookups[0].lookup.finished)):
             first = self.lookups.pop(0)
             self._begin(first, first.lookup.sizes)
+            self.transfers_ended += 1
         self.disk.poll()
         while self.fetches and self._agreed(int(self.fetches[0].fetch.finished)):
             self._enter_fetched(self.fetches.pop(0))

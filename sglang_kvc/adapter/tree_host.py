@@ -90,6 +90,7 @@ class HostCache(UnifiedRadixCache):
 
     runtime: Runtime
     host_tier: HostTier | None = None
+    transfers_ended = 0  # loads, reads and lookups that have ended since start
     reuse: ReuseOrder | None = None  # with `--kvc-eviction reuse`
 
     @property
@@ -115,6 +116,12 @@ class HostCache(UnifiedRadixCache):
     def _reset_full(self) -> None:
         super()._reset_full()
         self.loads = []
+        self.transfers_ended += 1
+
+    @property
+    def transferring(self) -> bool:
+        """Whether a load, a read or a lookup is under way."""
+        return bool(self.loads)
 
     # ---- to the host: SGLang's eviction of a leaf without a host value asks for a backup first
 
@@ -207,6 +214,7 @@ class HostCache(UnifiedRadixCache):
 
     def _note_arrival(self) -> None:
         """Stored blocks have arrived: let the scheduler look at waiting prompts again."""
+        self.transfers_ended += 1
         self.runtime.capacity.forget_refusal()
 
     def _agreed(self, arrived: int) -> int:

@@ -27,6 +27,24 @@ def before_pass(runtime: Runtime, scheduler: Any, running_batch: Any) -> None:
         running_batch.batch_is_full = False
 
 
+def all_wait_for_blocks(runtime: Runtime, scheduler: Any) -> bool:
+    """Whether a pass would admit no one, because in the last one every prompt waited for cached blocks, and no transfer
+    has ended since.
+
+    A pass matches all prompts and adds up what running requests may need, which takes 1 to 2 ms of each decode step. A
+    pass that may preempt requests, delays prompts or moves them from another queue is not left out."""
+    tree, queue = scheduler.tree_cache, scheduler.waiting_queue
+    if runtime.host_tier is None or not queue or scheduler.chunked_req is not None or not tree.transferring:
+        return False
+    if any(getattr(req, "kvc_waits_for", None) != tree.transfers_ended for req in queue):
+        return False
+    return not (
+        scheduler.enable_priority_preemption
+        or scheduler.prefill_delayer
+        or scheduler.grammar_manager.has_waiting_grammars()
+    )
+
+
 def after_pass(runtime: Runtime, scheduler: Any, plan: Any, was_full: bool) -> None:
     """Remember the room at which a pass filled the batch, and prefetch for the prompts that still wait."""
     if plan.running_batch.batch_is_full and not was_full:
