@@ -39,7 +39,7 @@ SAVE_BUFFERS = 3
 SAVE_BUFFER_BYTES = 48 << 20
 # Streams of loads and maximum bytes of their buffers, unless one uncompressed block is larger. The buffers must stay in
 # the L2 cache: a byte written to device memory slows decode steps as much as several bytes read.
-LOAD_STREAMS, LOAD_BUFFER_BYTES = 4, 5 << 20
+LOAD_STREAMS, LOAD_BUFFER_BYTES = 2, 10 << 20
 BUFFER_SHARE = 1 / 160  # maximum share of the pool that a buffer takes
 # Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384

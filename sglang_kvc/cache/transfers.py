@@ -197,18 +197,18 @@ class Transfers:
         parts = math.ceil(min(num_bytes / record_bytes, left) / each)
         end = begin + min(parts * each, left)
         for number, (stream, buffer) in enumerate(self.load_streams):
-            rows = self._rows(buffer, units_each)
+            rows = self._rows(buffer, units_each)[:each]
             with torch.cuda.stream(stream) if self.on_gpu else contextlib.nullcontext():
                 if not begin and self.on_gpu:  # later, a decode step may be queued on the forward stream
                     fill.taken.wait()
                 fill.loading.began = fill.loading.began or self._event(timing=True)
                 for at in range(begin + number * each, end, each * len(self.load_streams)):
-                    n = min(each, end - at)
-                    self._copy(fill.units[at : at + n], rows[:n], to_host=False)
-                    ops.read_records(self.store, fill.ids, rows[:n], first=at)
+                    part = rows[: end - at]
+                    self._copy(fill.units[at : at + each], part, to_host=False)
+                    ops.read_records(self.store, fill.ids, part, first=at)
                 if end == len(fill.units) and self.on_gpu:
                     fill.loading.events.append(self._event(timing=True))
-        fill.loading.in_use.append(fill.ids)
+                    fill.loading.in_use.append(fill.ids)
         fill.done = end
         return (end - begin) * record_bytes
 

@@ -73,6 +73,13 @@ def launches(monkeypatch):
     return seen
 
 
+def passed(launch, *tensors):
+    """The arguments of a launch, with those of `tensors` in place of addresses."""
+    at = {x.data_ptr(): x for x in tensors if isinstance(x, torch.Tensor)}
+    assert launch.ordinary or not any(isinstance(x, torch.Tensor) for x in launch.args)
+    return [x if isinstance(x, torch.Tensor) else at.get(x, x) for x in launch.args]
+
+
 def same(a, b):
     return a is b or (not isinstance(a, torch.Tensor) and a == b)
 
@@ -94,9 +101,10 @@ def test_each_append_runs_a_kernel_compiled_for_its_rows(launches):
             x = launches[-1]
             args = (layer * heads, k, v, *k.stride()[:2], *v.stride()[:2])
             shared = (store.pages, store.table, blocks, offsets, store.like, *append._constants)
-            assert all(map(same, x.args, (*args, *shared))) and len(x.args) == len(args + shared)
+            found = passed(x, k, v, *shared)
+            assert all(map(same, found, (*args, *shared))) and len(found) == len(args + shared)
             assert (x.grid, x.stream) == ((5, 1, 1), 11)
-            assert x.compiled_for == specialized(_append_kernel, *x.args, debug=False, **append._options)[0]
+            assert x.compiled_for == specialized(_append_kernel, *found, debug=False, **append._options)[0]
             ordinary += x.ordinary
         assert len(launches) == 400 and 16 <= ordinary < 200
 
@@ -116,10 +124,12 @@ def test_each_part_of_records_runs_a_kernel_compiled_for_it(launches, monkeypatc
         else:
             ops.write_records(store, part, records)
         x = launches[-1]
-        assert x.compiled_for == specialized(_copy_records_kernel, *x.args, debug=False, num_warps=1)[0]
-        assert x.args[1].data_ptr() == part.data_ptr() and x.args[2].data_ptr() == records.data_ptr()
-        assert (x.args[3], x.grid) == (stride // 4, (n * store.layout.layers * store.layout.heads, 1, 1))
-        assert x.args[-1] is not read
+        words = records.view(torch.int32)
+        args = passed(x, part, words, *store.launch_constants["copy_records", not read]._shared)
+        assert x.compiled_for == specialized(_copy_records_kernel, *args, debug=False, num_warps=1)[0]
+        assert args[1].data_ptr() == part.data_ptr() and args[2].data_ptr() == words.data_ptr()
+        assert (args[3], x.grid) == (stride // 4, (n * store.layout.layers * store.layout.heads, 1, 1))
+        assert args[-1] is not read
     assert 20 < sum(not x.ordinary for x in launches) < 200
 
 
@@ -152,8 +162,9 @@ def test_fill_launches_the_compiled_kernel(launches):
             rows.fill(layer)
             x = launches[-1]
             shared = (store.pages, store.table, row_blocks, 16 * n + 1, items, rows.k, rows.v, 9)
-            assert all(map(same, x.args, (layer, *shared))) and x.grid == (n, 2, 2)
-            assert x.compiled_for == specialized(_fake_quant_kernel, *x.args, debug=False, num_warps=8)[0]
+            args = passed(x, *shared)
+            assert all(map(same, args, (layer, *shared))) and x.grid == (n, 2, 2)
+            assert x.compiled_for == specialized(_fake_quant_kernel, *args, debug=False, num_warps=8)[0]
         assert [x.ordinary for x in launches] == [True] + 8 * [False]
 
 
@@ -165,7 +176,8 @@ def test_long_indices_and_other_dtypes_have_their_own_kernels(launches):
     for index, v in cases:
         append._launch((5, 1, 1), index, k, v)
         x = launches[-1]
-        assert x.compiled_for == specialized(_append_kernel, *x.args, debug=False, **append._options)[0]
+        args = passed(x, k, v, *append._launch._shared)
+        assert x.compiled_for == specialized(_append_kernel, *args, debug=False, **append._options)[0]
     assert [x.ordinary for x in launches] == [n in (0, 4, 6, 7, 9) for n in range(len(cases))]
 
 
