@@ -8,7 +8,7 @@ in large pieces, in the same run. `*_host_ms` is the host's time for all launche
 
 Two CUDA graphs run concurrently with a load: decode attention of 64 requests of 8192 tokens over another store
 (`attention`), and one layer of an 8B model, which adds four matrix products (`layer`). `load` moves blocks back to the
-device. `dma` only copies the same bytes to the buffers. Concurrent times are means over all runs during the load.
+device. `dma` only copies the same bytes, in large pieces. Concurrent times are means over all runs during the load.
 """
 
 from __future__ import annotations
