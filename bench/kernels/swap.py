@@ -8,7 +8,7 @@ in large pieces, in the same run. `*_host_ms` is the host's time for all launche
 
 Two CUDA graphs run concurrently with a load: decode attention of 64 requests of 8192 tokens over another store
 (`attention`), and one layer of an 8B model, which adds four matrix products (`layer`). `load` moves blocks back to the
-device. `dma` only copies the same bytes, in large pieces. Concurrent times are means over all runs during the load.
+device. `dma` only copies the same bytes to the buffers. Concurrent times are means over all runs during the load.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ def packed_blocks(runtime: Runtime, n: int) -> np.ndarray:
     return np.array(blocks)
 
 
-def timed(launch, *streams: torch.cuda.Stream) -> tuple[float, float]:
-    """Milliseconds until `streams` are idle after `launch`, and milliseconds of `launch` on the host."""
+def timed(launch, stream: torch.cuda.Stream) -> tuple[float, float]:
+    """Milliseconds until `stream` is idle after `launch`, and milliseconds of `launch` on the host."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     launch()
     launched = time.perf_counter() - began
-    for stream in streams:
-        stream.synchronize()
+    stream.synchronize()
     return 1e3 * (time.perf_counter() - began), 1e3 * launched
 
 
@@ -121,28 +120,22 @@ class DecodeWork:
 
 
 class Transfer:
-    """A transfer on `streams`, and events at its start and its ends. `launch` launches its next part and returns
-    whether it was the last."""
+    """A transfer and its start and end events. `launch` launches its next part and returns whether it was the last."""
 
-    def __init__(self, launch: Callable[[], bool], *streams: torch.cuda.Stream):
-        self.start, *self.ends = (torch.cuda.Event(enable_timing=True) for _ in (None, *streams))
-        self.launch, self.streams, self.launched = launch, streams, False
-        self.start.record(streams[0])
+    def __init__(self, launch: Callable[[], bool], first: torch.cuda.Stream, last: torch.cuda.Stream):
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.launch, self.last, self.launched = launch, last, False
+        self.start.record(first)
         self.advance()
 
     def advance(self) -> None:
         if not self.launched and self.launch():
-            for end, stream in zip(self.ends, self.streams):
-                end.record(stream)
+            self.end.record(self.last)
             self.launched = True
 
     @property
     def finished(self) -> bool:
-        return self.launched and all(end.query() for end in self.ends)
-
-    @property
-    def milliseconds(self) -> float:
-        return max(self.start.elapsed_time(end) for end in self.ends)
+        return self.launched and self.end.query()
 
 
 def concurrent_ms(work: torch.cuda.CUDAGraph, begin: Callable[[], Transfer] | None = None) -> tuple[float, float]:
@@ -169,7 +162,7 @@ def concurrent_ms(work: torch.cuda.CUDAGraph, begin: Callable[[], Transfer] | No
     torch.cuda.synchronize()
     during = marks[: -STEP if transfer else None]  # the last ones may have run after the transfer
     run_ms = during[0].elapsed_time(during[-1]) / (len(during) - 1) / REPEATS
-    return run_ms, transfer.milliseconds if transfer else 0.0
+    return run_ms, transfer.start.elapsed_time(transfer.end) if transfer else 0.0
 
 
 class Prefix:
@@ -189,7 +182,6 @@ class Prefix:
         self.tier, self.transfers = self.runtime.host_tier, self.runtime.host_tier.transfers
         self.blocks = packed_blocks(self.runtime, self.n)
         self.ids = np.empty(0, dtype=np.int64)
-        self.streams = [stream for stream, _ in self.transfers.load_streams]
 
     def save(self) -> tuple[float, float]:
         """Move the blocks to the host; return milliseconds of the transfer and of the launches."""
@@ -211,7 +203,7 @@ class Prefix:
             while not self.flush():
                 pass
 
-        return timed(flush, *self.streams)
+        return timed(flush, self.transfers.move_stream)
 
     def flush(self) -> bool:
         """Launch what one flush may of a load; return whether nothing is left."""
@@ -220,23 +212,22 @@ class Prefix:
 
     def begin_load(self) -> Transfer:
         self.queue_load()
-        return Transfer(self.flush, *self.streams)
+        return Transfer(self.flush, self.transfers.load_stream, self.transfers.move_stream)
 
     def begin_copy(self) -> Transfer:
-        """Only the copies of a load over the bus, in large pieces."""
+        """Only the copies of a load over the bus."""
         units = self.tier.units[self.ids]
         units = units[:, : int((units >= 0).sum(1).max())]
-        stream, buffer = self.transfers.save_stream, self.transfers.save_buffers[0][0]
-        rows = self.transfers._rows(buffer, units.shape[1])
+        rows = self.transfers._rows(self.transfers.load_buffers[0][0], units.shape[1])
 
         def launch() -> bool:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self.transfers.load_stream):
                 for at in range(0, len(units), len(rows)):
                     part = units[at : at + len(rows)]
                     self.transfers._copy(part, rows[: len(part)], to_host=False)
             return True
 
-        return Transfer(launch, stream)
+        return Transfer(launch, self.transfers.load_stream, self.transfers.load_stream)
 
 
 def median(values) -> float:

@@ -6,7 +6,7 @@ order alone makes the reuse of a page safe.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -118,6 +118,10 @@ class PageStore:
     def upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
         """`values` on the device, in their dtype, without waiting for it."""
         return upload(values, self.device, dtype=None)
+
+    def __copy__(self) -> PageStore:
+        """A store with the same tensors and no bound launches, because the tensors of a copy may be replaced."""
+        return replace(self)
 
     @cached_property
     def launch_constants(self) -> dict[tuple, Any]:

@@ -32,15 +32,11 @@ MIN_BLOCKS = 4  # uncompressed blocks that every pool holds
 RESERVE_SHARE = 1 / 32
 # Host memory is handed out in multiples of this many bytes.
 UNIT_ALIGN = 4096
-# Buffers of blocks on their way to the host: some are filled while others are emptied.
-SAVE_BUFFERS = 3
-# Maximum bytes of a buffer of saves. A copy of 16 MiB reaches the bus's rate. Larger copies are fewer, and each costs
-# the scheduler's thread about 0.1 ms.
-SAVE_BUFFER_BYTES = 48 << 20
-# Streams of loads and maximum bytes of their buffers, unless one uncompressed block is larger. The buffers must stay in
-# the L2 cache: a byte written to device memory slows decode steps as much as several bytes read.
-LOAD_STREAMS, LOAD_BUFFER_BYTES = 2, 10 << 20
-BUFFER_SHARE = 1 / 160  # maximum share of the pool that a buffer takes
+# Buffers of blocks on their way to the host and on their way back: one is filled while another is emptied.
+SAVE_BUFFERS, LOAD_BUFFERS = 3, 2
+# Maximum bytes of a buffer, and its maximum share of the pool. A copy of 16 MiB reaches the bus's rate. Larger copies
+# are fewer, and each costs the scheduler's thread about 0.1 ms.
+BUFFER_BYTES, BUFFER_SHARE = 48 << 20, 1 / 160
 # Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384
 
@@ -144,14 +140,12 @@ class HostLayout:
     unit_bytes: host memory is handed out in units of this size. If all records have known sizes, it is the smallest
         record or a fraction of it (down to a quarter), whichever wastes least. Otherwise it is a quarter of the largest
         record of the smallest storage format.
-    save_buffer_bytes, load_buffer_bytes: sizes of one buffer between pages and host memory, at least one uncompressed
-        block.
+    buffer_bytes: size of one buffer between pages and host memory, at least one uncompressed block.
     """
 
     record: RecordLayout
     unit_bytes: int
-    save_buffer_bytes: int
-    load_buffer_bytes: int
+    buffer_bytes: int
 
     @classmethod
     def of(cls, layout: PoolLayout, block_formats: tuple[BlockFormat, ...], pool_bytes: int) -> HostLayout:
@@ -166,8 +160,7 @@ class HostLayout:
 
         unit = min(units, key=cost)
         largest = align_up(record.num_bytes(layout.block_pages_bf16), unit)
-        limits = SAVE_BUFFER_BYTES, LOAD_BUFFER_BYTES
-        return cls(record, unit, *(max(largest, min(n, int(pool_bytes * BUFFER_SHARE))) for n in limits))
+        return cls(record, unit, max(largest, min(BUFFER_BYTES, int(pool_bytes * BUFFER_SHARE))))
 
     def units_for(self, pages: int) -> int:
         """Units of the record of a block with `pages` pages."""
@@ -176,7 +169,7 @@ class HostLayout:
     @property
     def device_bytes(self) -> int:
         """Device memory of all buffers."""
-        return SAVE_BUFFERS * self.save_buffer_bytes + LOAD_STREAMS * self.load_buffer_bytes
+        return (SAVE_BUFFERS + LOAD_BUFFERS) * self.buffer_bytes
 
 
 def size_pool(

@@ -15,11 +15,12 @@ from kvc_kernels import ops
 from kvc_kernels.store import PageStore
 
 from .host_memory import HostMemory, runs
-from .sizing import LOAD_BUFFER_BYTES, LOAD_STREAMS, SAVE_BUFFERS, HostLayout
+from .sizing import LOAD_BUFFERS, SAVE_BUFFERS, HostLayout
 
-# Bytes of loads that one flush launches. The limit spreads a long load over several decode steps: its launches take the
-# scheduler's thread some milliseconds, and each step of other requests is slowed less.
-BYTES_PER_FLUSH = 432 << 20
+# Buffers of loads that one flush launches. A launch takes the scheduler's thread 0.1 to 0.4 ms, so a long load in one
+# flush would hold up the decode steps of other requests. The limit also spreads a load over several decode steps, and
+# each is slowed less: at 48 MiB a buffer, the bus is busy for about 8 ms of a step.
+BUFFERS_PER_FLUSH = 9
 
 
 @dataclass
@@ -65,11 +66,9 @@ class Transfers:
 
     A save copies records into a buffer on the forward stream, which is fast. A separate stream copies them from there
     to the host. The blocks may therefore be released right after the save. The forward stream waits only if all buffers
-    are still in use.
-
-    A load takes pages on the forward stream. Then each load stream copies a few records at a time into its buffer, and
-    moves them from there into their pages before it copies the next ones. While one stream moves, the other copies.
-    Before the CPU has seen the end of the load, no forward reads the blocks, and they are not released.
+    are still in use. A load takes pages on the forward stream. One stream copies records into buffers, and another
+    moves them from there into the pages. Before the CPU has seen the end of the load, no forward reads the blocks, and
+    they are not released.
 
     The saves that one flush launches have the same number: that of their batch.
     """
@@ -78,9 +77,8 @@ class Transfers:
         self.store, self.layout, self.memory = store, layout, memory
         self.on_gpu = store.on_gpu
         if self.on_gpu:
-            self.save_stream = torch.cuda.Stream(store.device)
-        self.save_buffers = self._save_buffers()
-        self.load_streams = [self._load_stream() for _ in range(LOAD_STREAMS if self.on_gpu else 1)]
+            self.save_stream, self.load_stream, self.move_stream = (torch.cuda.Stream(store.device) for _ in range(3))
+        self.save_buffers, self.load_buffers = self._buffers(SAVE_BUFFERS), self._buffers(LOAD_BUFFERS)
         # Event, first units and number of each save that may still run, one entry per buffer.
         self.saving: deque[tuple[Any, np.ndarray, int]] = deque()
         self.fills: deque[_Fill] = deque()  # launched in part or not at all
@@ -88,19 +86,12 @@ class Transfers:
         self._queued = False  # whether there are any
         self.bytes_saved = self.bytes_loaded = 0
 
-    def _save_buffers(self) -> deque[tuple[torch.Tensor, Any, Any]]:
+    def _buffers(self, n: int) -> deque[tuple[torch.Tensor, Any, Any]]:
         """Buffers that are used in turn, each with the events of the last time it was filled and emptied."""
         new = torch.cuda.Event if self.on_gpu else lambda: None
-        n = SAVE_BUFFERS if self.on_gpu else 1
-        return deque((self._buffer(self.layout.save_buffer_bytes), new(), new()) for _ in range(n))
-
-    def _load_stream(self) -> tuple[Any, torch.Tensor]:
-        """A stream (None on the CPU) and its buffer."""
-        stream = torch.cuda.Stream(self.store.device) if self.on_gpu else None
-        return stream, self._buffer(self.layout.load_buffer_bytes)
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.store.device)
+        size, device = self.layout.buffer_bytes, self.store.device
+        n = n if self.on_gpu else 1
+        return deque((torch.empty(size, dtype=torch.uint8, device=device), new(), new()) for _ in range(n))
 
     def _event(self, *, timing: bool = False) -> Any:
         """An event recorded now on the current stream; None on the CPU."""
@@ -180,37 +171,45 @@ class Transfers:
 
     def launch_fills(self, *, all_of_them: bool) -> None:
         """Launch the copies of loads: all of them, or as many as a flush may."""
-        left = math.inf if all_of_them else BYTES_PER_FLUSH
-        while self.fills and left > 0:
-            left -= self._launch(self.fills[0], left)
-            if self.fills[0].done == len(self.fills[0].units):
-                self.fills.popleft().loading.queued -= 1
+        if not self.fills:
+            return
+        left = math.inf if all_of_them else BUFFERS_PER_FLUSH
+        with torch.cuda.stream(self.move_stream) if self.on_gpu else contextlib.nullcontext():
+            while self.fills and left > 0:
+                self._fill_next(self.fills[0])
+                left -= 1
+                if self.fills[0].done == len(self.fills[0].units):
+                    self._end(self.fills.popleft())
 
-    def _launch(self, fill: _Fill, num_bytes: float) -> int:
-        """Launch the next parts of a load, in turn on each stream, until they have `num_bytes` bytes; returns their
-        bytes."""
-        units_each = fill.units.shape[1]
-        record_bytes = units_each * self.memory.unit_bytes
-        # A buffer that holds one uncompressed block may be larger than the limit.
-        each = max(1, min(self.layout.load_buffer_bytes, LOAD_BUFFER_BYTES) // record_bytes)
-        begin, left = fill.done, len(fill.units) - fill.done
-        parts = math.ceil(min(num_bytes / record_bytes, left) / each)
-        end = begin + min(parts * each, left)
-        for number, (stream, buffer) in enumerate(self.load_streams):
-            rows = self._rows(buffer, units_each)[:each]
-            with torch.cuda.stream(stream) if self.on_gpu else contextlib.nullcontext():
-                if not begin and self.on_gpu:  # later, a decode step may be queued on the forward stream
-                    fill.taken.wait()
+    def _fill_next(self, fill: _Fill) -> None:
+        """Copy as many records as a buffer holds. Only the first part waits for the forward stream, where a decode step
+        may be queued in front of it."""
+        if self.on_gpu and not fill.done:
+            fill.taken.wait()
+        buffer, filled, emptied = self.load_buffers[0]
+        self.load_buffers.rotate(-1)
+        rows = self._rows(buffer, fill.units.shape[1])
+        part = slice(fill.done, fill.done + len(rows))
+        rows = rows[: len(fill.units[part])]
+        fill.done += len(rows)
+        if self.on_gpu:
+            with torch.cuda.stream(self.load_stream):
+                emptied.wait()
                 fill.loading.began = fill.loading.began or self._event(timing=True)
-                for at in range(begin + number * each, end, each * len(self.load_streams)):
-                    part = rows[: end - at]
-                    self._copy(fill.units[at : at + each], part, to_host=False)
-                    ops.read_records(self.store, fill.ids, part, first=at)
-                if end == len(fill.units) and self.on_gpu:
-                    fill.loading.events.append(self._event(timing=True))
-                    fill.loading.in_use.append(fill.ids)
-        fill.done = end
-        return (end - begin) * record_bytes
+                self._copy(fill.units[part], rows, to_host=False)
+                filled.record()
+            filled.wait()
+        else:
+            self._copy(fill.units[part], rows, to_host=False)
+        ops.read_records(self.store, fill.ids, rows, first=part.start)
+        if self.on_gpu:
+            emptied.record()
+
+    def _end(self, fill: _Fill) -> None:
+        fill.loading.queued -= 1
+        if self.on_gpu:
+            fill.loading.events.append(self._event(timing=True))
+            fill.loading.in_use.append(fill.ids)
 
     def _copy(self, units: np.ndarray, rows: torch.Tensor, *, to_host: bool) -> None:
         """Copy records between `rows[n, bytes]` on the device and `units[n, k]` of the host memory."""
@@ -232,6 +231,6 @@ class Transfers:
         self.end_batch()
         self.fills.clear()
         if self.on_gpu:
-            for stream in (self.save_stream, *(stream for stream, _ in self.load_streams)):
+            for stream in (self.save_stream, self.load_stream, self.move_stream):
                 stream.synchronize()
             self.saving.clear()

@@ -93,7 +93,7 @@ def filled_tier(buffers: int) -> tuple[Runtime, list[int], list[str]]:
     runtime.attach_host_tier()
     layout = runtime.host_tier.layout
     blocks: list[int] = []
-    for turn in range(-(-buffers * layout.save_buffer_bytes // layout.unit_bytes // 64)):
+    for turn in range(-(-buffers * layout.buffer_bytes // layout.unit_bytes // 64)):
         batch = runtime.take([0] * 64)
         runtime.flush()
         write_rows(runtime, batch, turn)
@@ -118,7 +118,7 @@ def test_more_blocks_than_the_buffers_hold():
 def test_load_in_slices_beside_other_blocks(monkeypatch):
     """Later parts of a load are launched by later flushes. These take, pack and release other blocks, behind a forward
     that still runs."""
-    monkeypatch.setattr(transfers, "BYTES_PER_FLUSH", 1)  # one part
+    monkeypatch.setattr(transfers, "BUFFERS_PER_FLUSH", 1)
     runtime, blocks, before = filled_tier(5)
     ids = runtime.host_tier.save(np.array(blocks))
     runtime.free(blocks)

@@ -132,11 +132,11 @@ def test_path_of_refused_prompt_counts_as_used():
 
 @pytest.mark.parametrize("settles", [False, True])
 def test_long_load_takes_several_flushes(monkeypatch, settles):
-    monkeypatch.setattr(transfers, "BYTES_PER_FLUSH", 1)  # one part
+    monkeypatch.setattr(transfers, "BUFFERS_PER_FLUSH", 1)
     runtime = make_runtime(blocks=24, high="k4v4", window=0, host_memory=2_000_000)
     runtime.attach_host_tier()
     tier = runtime.host_tier
-    each = tier.layout.load_buffer_bytes // tier.memory.unit_bytes  # blocks of one unit that a buffer holds
+    each = len(tier.transfers._rows(tier.transfers.load_buffers[0][0], 1))  # blocks of one unit that a buffer holds
     n = 2 * each + 1
     blocks = np.array([packed_block(runtime, i) for i in range(n)])
     before = [ops.block_digest(runtime.store, int(b), scores=False) for b in blocks]

@@ -17,18 +17,16 @@ WARPS = 1
 
 
 @triton.jit
-def _copy_words(
-    source, target, WORDS: tl.constexpr, CHUNK: tl.constexpr, REST: tl.constexpr, EVICTION: tl.constexpr
-):
+def _copy_words(source, target, WORDS: tl.constexpr, CHUNK: tl.constexpr, REST: tl.constexpr):
     """Copy WORDS words. The remainder after whole chunks, at most REST words (a power of two), is read first, so that a
-    program rarely waits for memory twice. EVICTION: order in which the L2 cache evicts what was read."""
+    program rarely waits for memory twice."""
     FULL: tl.constexpr = WORDS // CHUNK * CHUNK
     last = FULL + tl.arange(0, REST)
     if WORDS > FULL:
-        rest = tl.load(source + last, mask=last < WORDS, eviction_policy=EVICTION)
+        rest = tl.load(source + last, mask=last < WORDS)
     for at in tl.static_range(0, FULL, CHUNK):
         word = at + tl.arange(0, CHUNK)
-        tl.store(target + word, tl.load(source + word, eviction_policy=EVICTION))
+        tl.store(target + word, tl.load(source + word))
     if WORDS > FULL:
         tl.store(target + last, rest, mask=last < WORDS)
 
@@ -63,9 +61,6 @@ def _copy_records_kernel(
     `[num_blocks, ROWS, HEADER]`, counts `[num_blocks, ROWS]`, records `stride` apart. Counts are not read back, because
     the blocks got them when their pages were taken.
     """
-    # Records on their way to the device are copied to the same buffers again and again. While these stay in the L2
-    # cache, the copies write nothing to device memory.
-    EVICTION: tl.constexpr = "" if TO_RECORDS else "evict_last"
     program = tl.program_id(0).to(tl.int64)
     n = program // ROWS
     head = program % ROWS
@@ -83,12 +78,12 @@ def _copy_records_kernel(
     header = headers + (block * ROWS + head) * HEADER
     stored_header = record + HEADERS_AT + head * HEADER
     if TO_RECORDS:
-        _copy_words(header, stored_header, HEADER, CHUNK, HEADER_REST, EVICTION)
+        _copy_words(header, stored_header, HEADER, CHUNK, HEADER_REST)
         tl.store(record + COUNTS_AT + head, tl.sum(tl.where(rows == head, words, 0)))
         if head == 0:
             tl.store(record + QUERIES_AT, tl.load(query_counts + block))
     else:
-        _copy_words(stored_header, header, HEADER, CHUNK, HEADER_REST, EVICTION)
+        _copy_words(stored_header, header, HEADER, CHUNK, HEADER_REST)
         if head == 0:
             tl.store(query_counts + block, tl.load(record + QUERIES_AT))
     for e in range(high_pages + low_pages):
@@ -96,9 +91,9 @@ def _copy_records_kernel(
         page = pages + tl.sum(tl.where(entry == at, ids, 0)).to(tl.int64) * PAGE
         stored = record + PAGES_AT + (first + e).to(tl.int64) * PAGE
         if TO_RECORDS:
-            _copy_words(page, stored, PAGE, CHUNK, PAGE_REST, EVICTION)
+            _copy_words(page, stored, PAGE, CHUNK, PAGE_REST)
         else:
-            _copy_words(stored, page, PAGE, CHUNK, PAGE_REST, EVICTION)
+            _copy_words(stored, page, PAGE, CHUNK, PAGE_REST)
 
 
 def _constants(store: PageStore) -> tuple:
