@@ -33,7 +33,7 @@ def around_get_new_batch_prefill(orig, self, running_batch):
     from sglang_kvc.adapter import waiting_queue
 
     waiting_queue.before_pass(runtime, self, running_batch)
-    if waiting_queue.all_wait_for_blocks(runtime, self):
+    if waiting_queue.leaves_out_pass(runtime, self):
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     was_full = running_batch.batch_is_full
     plan = orig(self, running_batch)

@@ -34,7 +34,7 @@ def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
     While the blocks are being read, the prompt is skipped and later prompts are admitted. If requests were preempted
     for it, later prompts wait, too, because they would take its row."""
     tree = adder.tree_cache
-    req.kvc_waits_for = tree.transfers_ended  # the number of the next transfer to end
+    req.kvc_waits_for = tree.transfers_ended  # if it waits: until more have ended
     if tree.fetch(req):
         return AddReqResult.CONTINUE
     if not req.host_hit_length:

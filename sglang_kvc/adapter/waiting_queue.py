@@ -11,6 +11,8 @@ from ..options.config import REUSE
 from .request_limits import format_id_of
 from .tree_prefetch import prefetch
 
+MOST_LEFT_OUT = 15  # passes in a row
+
 
 def before_pass(runtime: Runtime, scheduler: Any, running_batch: Any) -> None:
     """Let the scheduler look at waiting requests again when memory has become free, or when less is reserved for
@@ -27,11 +29,22 @@ def before_pass(runtime: Runtime, scheduler: Any, running_batch: Any) -> None:
         running_batch.batch_is_full = False
 
 
+def leaves_out_pass(runtime: Runtime, scheduler: Any) -> bool:
+    """Whether to leave out a pass that would admit no one. Every sixteenth pass is made, because a pass marks the
+    prefixes of waiting prompts as used."""
+    left_out = getattr(scheduler, "kvc_left_out", 0)
+    scheduler.kvc_left_out = 0
+    if left_out == MOST_LEFT_OUT or not all_wait_for_blocks(runtime, scheduler):
+        return False
+    scheduler.kvc_left_out = left_out + 1
+    return True
+
+
 def all_wait_for_blocks(runtime: Runtime, scheduler: Any) -> bool:
     """Whether a pass would admit no one, because in the last one every prompt waited for cached blocks, and no transfer
     has ended since.
 
-    A pass matches all prompts and adds up what running requests may need, which takes 1 to 2 ms of each decode step. A
+    A pass matches all prompts and adds up what running requests may need, which takes 1 to 2 ms of a decode step. A
     pass that may preempt requests, delays prompts or moves them from another queue is not left out."""
     tree, queue = scheduler.tree_cache, scheduler.waiting_queue
     if runtime.host_tier is None or not queue or scheduler.chunked_req is not None or not tree.transferring:

@@ -248,6 +248,7 @@ def test_prompts_are_computed_when_backend_hangs(tmp_path, monkeypatch):
         server = Overlap(runtime, 2 * P, disable=False, server_args=memory_backend.server_args(str(tmp_path)))
         tree = server.tree_cache
         tree.disk._lookup_thread = lookers = Threads(random.Random(0))  # never answers
+        ended = tree.transfers_ended
         for i in range(3):
             server.submit([100 * i + j for j in range(P + 3)], [5000 + i], None, None)
         until = time.monotonic() + 30
@@ -255,5 +256,6 @@ def test_prompts_are_computed_when_backend_hangs(tmp_path, monkeypatch):
             server.turn()
         assert [list(r.output_ids) for r in server.requests.values()] == [[5000], [5001], [5002]]
         assert lookers.tasks and not tree.ongoing_prefetch
+        assert tree.transfers_ended > ended
         for done, reason in (tree.attach_storage_backend("file"), tree.detach_storage_backend()):
             assert not done and "running server" in reason
