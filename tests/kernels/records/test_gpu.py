@@ -43,6 +43,7 @@ def test_through_host_memory(has_scores, to_format):
     kernel.take_stored(store, ids, to_format, stored_counts(plain, host).cuda())
     staged.fill_(0)
     staged.copy_(host, non_blocking=True)
-    kernel.read_records(store, ids, staged)
+    for at in range(len(ids)):  # the first launch binds the arguments of the others
+        kernel.read_records(store, ids, staged[at : at + 1], first=at)
     assert digests(store, ids) == before
     ops.check_invariants(store)
