@@ -24,7 +24,8 @@ def after_process_batch_result(_, self, batch, result):
 
 
 def around_get_new_batch_prefill(orig, self, running_batch):
-    """Look at waiting requests again when packing has freed memory, and prefetch blocks of those that still wait."""
+    """Look at waiting requests again when packing has freed memory, and not while all of them load blocks. Prefetch
+    blocks of those that still wait."""
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, running_batch)
