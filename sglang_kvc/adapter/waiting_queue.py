@@ -46,8 +46,10 @@ def all_wait_for_blocks(runtime: Runtime, scheduler: Any) -> bool:
 
     A pass matches all prompts and adds up what running requests may need, which takes 1 to 2 ms of a decode step. A
     pass that may preempt requests, delays prompts or moves them from another queue is not left out."""
+    if runtime.host_tier is None or scheduler.chunked_req is not None:
+        return False
     tree, queue = scheduler.tree_cache, scheduler.waiting_queue
-    if runtime.host_tier is None or not queue or scheduler.chunked_req is not None or not tree.transferring:
+    if not queue or not tree.transferring:
         return False
     if any(getattr(req, "kvc_waits_for", None) != tree.transfers_ended for req in queue):
         return False
