@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,8 @@ class _Fill:
 class Transfers:
     """Saves and loads in the order in which the operation queue runs them, called on the forward stream.
 
+    Events get their stream and streams are set by `set_stream`, because torch takes 7 us to look up the current stream.
+
     A save copies records into a buffer on the forward stream, which is fast. A separate stream copies them from there
     to the host. The blocks may therefore be released right after the save. The forward stream waits only if all buffers
     are still in use. A load takes pages on the forward stream. One stream copies records into buffers, and another
@@ -76,8 +78,8 @@ class Transfers:
     def __init__(self, store: PageStore, layout: HostLayout, memory: HostMemory):
         self.store, self.layout, self.memory = store, layout, memory
         self.on_gpu = store.on_gpu
-        if self.on_gpu:
-            self.save_stream, self.load_stream, self.move_stream = (torch.cuda.Stream(store.device) for _ in range(3))
+        new = partial(torch.cuda.Stream, store.device) if self.on_gpu else lambda: None
+        self.save_stream, self.load_stream, self.move_stream = new(), new(), new()
         self.save_buffers, self.load_buffers = self._buffers(SAVE_BUFFERS), self._buffers(LOAD_BUFFERS)
         # Event, first units and number of each save that may still run, one entry per buffer.
         self.saving: deque[tuple[Any, np.ndarray, int]] = deque()
@@ -93,12 +95,12 @@ class Transfers:
         n = n if self.on_gpu else 1
         return deque((torch.empty(size, dtype=torch.uint8, device=device), new(), new()) for _ in range(n))
 
-    def _event(self, *, timing: bool = False) -> Any:
-        """An event recorded now on the current stream; None on the CPU."""
+    def _event(self, stream: Any = None, *, timing: bool = False) -> Any:
+        """An event recorded now on `stream`, or on the current one; None on the CPU."""
         if not self.on_gpu:
             return None
         event = torch.cuda.Event(enable_timing=timing)
-        event.record()
+        event.record(stream)
         return event
 
     def _rows(self, buffer: torch.Tensor, units_each: int) -> torch.Tensor:
@@ -112,26 +114,27 @@ class Transfers:
         units_each = units.shape[1]
         self.bytes_saved += units.size * self.memory.unit_bytes
         ids, at = self.store.upload(blocks), 0
-        while at < len(blocks):
-            buffer, filled, emptied = self.save_buffers[0]
-            self.save_buffers.rotate(-1)
-            rows = self._rows(buffer, units_each)
-            part = slice(at, at + len(rows))
-            rows = rows[: len(blocks[part])]
-            at += len(rows)
-            if self.on_gpu:
-                emptied.wait()
-            ops.write_records(self.store, ids[part], rows)
-            if not self.on_gpu:
+        forward = torch.cuda.current_stream() if self.on_gpu else None
+        with torch.cuda.stream(forward):
+            while at < len(blocks):
+                buffer, filled, emptied = self.save_buffers[0]
+                self.save_buffers.rotate(-1)
+                rows = self._rows(buffer, units_each)
+                part = slice(at, at + len(rows))
+                rows = rows[: len(blocks[part])]
+                at += len(rows)
+                if self.on_gpu:
+                    emptied.wait(forward)
+                ops.write_records(self.store, ids[part], rows)
+                if self.on_gpu:
+                    filled.record(forward)
+                    filled.wait(self.save_stream)
+                torch.cuda.set_stream(self.save_stream)
                 self._copy(units[part], rows, to_host=True)
-                continue
-            filled.record()
-            with torch.cuda.stream(self.save_stream):
-                filled.wait()
-                self._copy(units[part], rows, to_host=True)
-                emptied.record()
-                ended = self._event()
-            self.saving.append((ended, units[part, 0], self.batch))
+                torch.cuda.set_stream(forward)
+                if self.on_gpu:
+                    emptied.record(self.save_stream)
+                    self.saving.append((self._event(self.save_stream), units[part, 0], self.batch))
 
     def queue_save(self) -> int:
         """Note that a save is queued; returns its number."""
@@ -174,7 +177,7 @@ class Transfers:
         if not self.fills:
             return
         left = math.inf if all_of_them else BUFFERS_PER_FLUSH
-        with torch.cuda.stream(self.move_stream) if self.on_gpu else contextlib.nullcontext():
+        with torch.cuda.stream(self.move_stream):
             while self.fills and left > 0:
                 self._fill_next(self.fills[0])
                 left -= 1
@@ -185,7 +188,7 @@ class Transfers:
         """Copy as many records as a buffer holds. Only the first part waits for the forward stream, where a decode step
         may be queued in front of it."""
         if self.on_gpu and not fill.done:
-            fill.taken.wait()
+            fill.taken.wait(self.move_stream)
         buffer, filled, emptied = self.load_buffers[0]
         self.load_buffers.rotate(-1)
         rows = self._rows(buffer, fill.units.shape[1])
@@ -193,22 +196,22 @@ class Transfers:
         rows = rows[: len(fill.units[part])]
         fill.done += len(rows)
         if self.on_gpu:
-            with torch.cuda.stream(self.load_stream):
-                emptied.wait()
-                fill.loading.began = fill.loading.began or self._event(timing=True)
-                self._copy(fill.units[part], rows, to_host=False)
-                filled.record()
-            filled.wait()
-        else:
-            self._copy(fill.units[part], rows, to_host=False)
+            emptied.wait(self.load_stream)
+            fill.loading.began = fill.loading.began or self._event(self.load_stream, timing=True)
+        torch.cuda.set_stream(self.load_stream)
+        self._copy(fill.units[part], rows, to_host=False)
+        torch.cuda.set_stream(self.move_stream)
+        if self.on_gpu:
+            filled.record(self.load_stream)
+            filled.wait(self.move_stream)
         ops.read_records(self.store, fill.ids, rows, first=part.start)
         if self.on_gpu:
-            emptied.record()
+            emptied.record(self.move_stream)
 
     def _end(self, fill: _Fill) -> None:
         fill.loading.queued -= 1
         if self.on_gpu:
-            fill.loading.events.append(self._event(timing=True))
+            fill.loading.events.append(self._event(self.move_stream, timing=True))
             fill.loading.in_use.append(fill.ids)
 
     def _copy(self, units: np.ndarray, rows: torch.Tensor, *, to_host: bool) -> None:
