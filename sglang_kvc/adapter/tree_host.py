@@ -166,13 +166,12 @@ class HostCache(UnifiedRadixCache):
             locked.
         others_run: whether running requests will free memory when they end.
         """
-        node_id, core = req.best_match_node, self.tree_core
-        spec, _ = core.build_load_back_spec(node_id)
-        ids = self.component.blocks_at(spec.host_indices)
-        nodes = [core.node_by_id(n) for n in spec.nodes_to_load]
-        # Already loading, for this prompt or, if the list is empty, in part for another prompt.
-        if any(node.load_back_pending_id is not None for node in nodes) or not nodes:
-            return Hit.LOADING
+        node_id, component = req.best_match_node, self.component
+        nodes = [node for node in self._path(self.tree_core.node_by_id(node_id)) if node.evicted]
+        if not nodes or any(node.load_back_pending_id is not None for node in nodes):
+            return Hit.LOADING  # for this prompt or, in part, for another one; without nodes, the blocks have arrived
+        stored = [component.blocks_at(node.component_data[component.component_type].host_value) for node in nodes]
+        ids = np.concatenate(stored)
         host_lock, lock = self.inc_host_lock_ref(node_id).to_dec_params(), self.inc_lock_ref(node_id).to_dec_params()
         if self.runtime.capacity.tokens_of_pages(self.host_tier.pages_of(ids)) > room() or not self._make_room(ids):
             self.dec_lock_ref(node_id, lock)
