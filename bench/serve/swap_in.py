@@ -10,7 +10,8 @@ once, which hits the device and serves as a control.
 `load_of_bus`: time of the loads on the device, from the first copy to the last page, over the time of a plain copy of
 the same bytes. `slowdown`: that time over itself without the extra time of decode steps. Extra is the time that steps
 between sending and first token took beyond as many steps before them, less the same for requests that hit the device.
-Random weights suffice.
+`steps_ms` shows which steps are longer: medians of the times between the tokens that follow a request. Random weights
+suffice.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ TAIL = 8  # new tokens after a prefix
 BLOCK = 128
 PAUSE = 0.15  # seconds of undisturbed decode steps before each request
 WARM_UP = 1  # rounds that are not counted
+STEPS = 24  # steps after a request whose medians are recorded
 
 
 class Stream(threading.Thread):
@@ -65,6 +67,16 @@ def steps_between(times: list[float], begin: float, end: float) -> tuple[int, fl
     """
     first, last = (bisect.bisect_right(times, at) - 1 for at in (begin, end))
     return (last - first, times[last] - times[first]) if last > first >= 0 else (0, 0.0)
+
+
+def median_steps(times: list[float], begins: list[float], count: int) -> list[float]:
+    """Medians over `begins` of the milliseconds of the first `count` steps that end after them."""
+    spans = []
+    for begin in begins:
+        first = bisect.bisect_right(times, begin)
+        if 0 < first <= len(times) - count:
+            spans.append([1000 * (times[i] - times[i - 1]) for i in range(first, first + count)])
+    return [statistics.median(step) for step in zip(*spans)]
 
 
 def extra_seconds(times: list[float], begin: float, end: float) -> float:
@@ -118,6 +130,7 @@ def measure(
             "ms_median": 1000 * statistics.median(end - begin for begin, end in pairs),
             "steps": sum(steps_between(times, *pair)[0] for pair in pairs),
             "extra_s": sum(extra_seconds(times, *pair) for pair in pairs),
+            "steps_ms": median_steps(times, [begin for begin, _ in pairs], STEPS),
         }
     undisturbed = [steps_between(times, begin - PAUSE * 0.9, begin) for begin, _ in spans["loaded"]]
     out["step_ms"] = 1000 * sum(s for _, s in undisturbed) / max(1, sum(n for n, _ in undisturbed))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.serve.swap_in import PAUSE, extra_seconds, steps_between
+from bench.serve.swap_in import PAUSE, extra_seconds, median_steps, steps_between
 
 
 def test_steps_of_an_interval():
@@ -25,3 +25,11 @@ def test_slower_steps_take_extra_seconds(late):
     assert extra_seconds(before + during, begin - 0.001, begin + 0.1) == pytest.approx(9 * (slow - usual))
     with pytest.raises(RuntimeError, match="no decode step"):
         extra_seconds(before + during, begin + 1, begin + 2)
+
+
+def test_median_steps_follow_each_request():
+    """Requests without a token before them or with too few steps after them do not count."""
+    times = [0.0, 1.0, 3.0, 4.0, 5.0, 7.0, 10.0]
+    assert median_steps(times, [0.5, 3.5], 2) == [pytest.approx(1000), pytest.approx(1500)]
+    assert median_steps(times, [-1.0, 0.5, 8.0], 2) == [pytest.approx(1000), pytest.approx(2000)]
+    assert median_steps(times, [20.0], 2) == []
