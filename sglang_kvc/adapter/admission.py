@@ -41,7 +41,11 @@ def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
         req.kvc_keeps_row, req.kvc_waits_for = False, None
         return None
     others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
+    queued = tree.queued_load_tokens
     hit = tree.bring_back(req, room=lambda: adder.rem_total_tokens, others_run=others_run)
+    claimed = tree.queued_load_tokens - queued  # later prompts must not take the memory of this load
+    adder.memory_budget.total_offset += claimed
+    adder.memory_budget.current_offset += claimed
     keeps_row = hit is Hit.LOADING and getattr(req, "kvc_keeps_row", False)
     req.kvc_keeps_row = keeps_row
     if hit is not Hit.LOADING:

@@ -248,10 +248,10 @@ class DiskCache(HostCache):
         self.disk.poll()
         while self.fetches and self._agreed(int(self.fetches[0].fetch.finished)):
             self._enter_fetched(self.fetches.pop(0))
-            self._note_arrival()
+            self._note_end()
 
-    def _note_arrival(self) -> None:
-        super()._note_arrival()
+    def _note_end(self) -> None:
+        super()._note_end()
         self.may_have_room = True
 
     def wait_for_reads(self) -> None:

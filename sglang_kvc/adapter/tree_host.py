@@ -42,15 +42,17 @@ class Hit(Enum):
     NEVER = "never"  # the blocks do not fit, and nothing will make room; the prompt is computed
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
-    """A load of the blocks on the path to the node `anchor`, from token `start` on."""
+    """A load of the stored blocks `ids`, which lie on the path to the node `anchor` from token `start` on. `loading` is
+    None until the turn in which it begins."""
 
     anchor: int
     start: int
-    loading: Loading
+    ids: np.ndarray
     lock: Any
     host_lock: Any
+    loading: Loading | None = None
 
 
 class HostPool:
@@ -90,7 +92,7 @@ class HostCache(UnifiedRadixCache):
 
     runtime: Runtime
     host_tier: HostTier | None = None
-    transfers_ended = 0  # loads, reads and lookups that have ended since start
+    transfers_ended = 0  # loads, reads and lookups that have ended or been canceled since start
     reuse: ReuseOrder | None = None  # with `--kvc-eviction reuse`
 
     @property
@@ -160,7 +162,9 @@ class HostCache(UnifiedRadixCache):
     # ---- to the device
 
     def bring_back(self, req, *, room: Callable[[], float], others_run: bool) -> Hit:
-        """Begin or check the load of the stored blocks that `req` hits (`req.best_match_node`).
+        """Ask for or check the load of the stored blocks that `req` hits (`req.best_match_node`).
+
+        The load begins with `begin_loads`.
 
         room: returns the tokens of memory that no running or admitted request may need. It is called when the path is
             locked.
@@ -173,15 +177,51 @@ class HostCache(UnifiedRadixCache):
         stored = [component.blocks_at(node.component_data[component.component_type].host_value) for node in nodes]
         ids = np.concatenate(stored)
         host_lock, lock = self.inc_host_lock_ref(node_id).to_dec_params(), self.inc_lock_ref(node_id).to_dec_params()
-        if self.runtime.capacity.tokens_of_pages(self.host_tier.pages_of(ids)) > room() or not self._make_room(ids):
+        capacity, pages = self.runtime.capacity, self.host_tier.pages_of(ids)
+        if capacity.tokens_of_pages(pages) > room() or not capacity.reaches(pages, len(ids)):
             self.dec_lock_ref(node_id, lock)
             self.dec_host_lock_ref(node_id, host_lock)
             return Hit.NO_ROOM if others_run or self.loads else Hit.NEVER
         for node in nodes:
             node.load_back_pending_id = node_id
         start = sum(len(n.key) for n in self._path(nodes[0].parent))
-        self.loads.append(_Load(node_id, start, self.host_tier.load(ids), lock, host_lock))
+        self.loads.append(_Load(node_id, start, ids, lock, host_lock))
         return Hit.LOADING
+
+    @property
+    def _queued_loads(self) -> list[_Load]:
+        """Loads that a pass asked for and that have not begun."""
+        return [load for load in self.loads if load.loading is None]
+
+    @property
+    def queued_load_tokens(self) -> float:
+        """Tokens of memory that queued loads need."""
+        capacity, tier = self.runtime.capacity, self.host_tier
+        return sum(capacity.tokens_of_pages(tier.pages_of(load.ids)) for load in self._queued_loads)
+
+    def begin_loads(self) -> None:
+        """Begin queued loads. If the memory of one has been taken since, it is canceled."""
+        for load in self._queued_loads:
+            if self._make_room(load.ids):
+                load.loading = self.host_tier.load(load.ids)
+            else:
+                self._cancel(load)
+
+    def cancel_queued_loads(self) -> None:
+        """Unlock the blocks of queued loads, because running requests are short of memory."""
+        for load in self._queued_loads:
+            self._cancel(load)
+
+    def _cancel(self, load: _Load) -> None:
+        """Remove a queued load. Its prompts ask again."""
+        self.loads.remove(load)
+        self._unlock(load)
+        self._note_end()
+
+    def _unlock(self, load: _Load) -> None:
+        self.tree_core.finish_load_back(load.anchor)
+        self.dec_lock_ref(load.anchor, load.lock)
+        self.dec_host_lock_ref(load.anchor, load.host_lock)
 
     def _make_room(self, ids: np.ndarray) -> bool:
         """Evict unlocked blocks until the stored blocks `ids` fit on the device; returns whether they do."""
@@ -204,15 +244,20 @@ class HostCache(UnifiedRadixCache):
         return path[::-1]
 
     def check_hicache_events(self) -> None:
-        """Called by the scheduler in every turn: enter finished loads into the tree."""
+        """Called by the scheduler in every turn, before a pass."""
+        self.enter_arrived()
+        self.begin_loads()
+
+    def enter_arrived(self) -> None:
+        """Enter finished loads into the tree."""
         arrived = self._agreed(self.host_tier.arrived()) if self.loads else 0
         for _ in range(arrived):
             self.host_tier.take_arrived()
             self._enter(self.loads.pop(0))
-            self._note_arrival()
+            self._note_end()
 
-    def _note_arrival(self) -> None:
-        """Stored blocks have arrived: let the scheduler look at waiting prompts again."""
+    def _note_end(self) -> None:
+        """A transfer has ended: let the scheduler look at waiting prompts again."""
         self.transfers_ended += 1
         self.runtime.capacity.forget_refusal()
 
@@ -231,6 +276,7 @@ class HostCache(UnifiedRadixCache):
     def _enter(self, load: _Load) -> None:
         """Give the loaded blocks to the nodes of the path. A node may have been split in the meantime. If another
         prompt has computed it again, the loaded copies of its blocks are freed."""
+        assert load.loading is not None
         core, blocks = self.tree_core, load.loading.blocks
         at, evicted, restored, duplicates = 0, [], [], []
         for node in self._path(core.node_by_id(load.anchor)):
@@ -249,14 +295,13 @@ class HostCache(UnifiedRadixCache):
             transfer = PoolTransfer(name=PoolName.KV, nodes_to_load=evicted)
             slots = self.component.slots_of(np.concatenate(restored))
             self._apply_cache_actions(core.commit_load_back(load.anchor, slots, transfer, {}))
-        core.finish_load_back(load.anchor)
-        self.dec_lock_ref(load.anchor, load.lock)
-        self.dec_host_lock_ref(load.anchor, load.host_lock)
+        self._unlock(load)
 
     @property
     def loading_slots(self) -> int:
         """Slots of blocks that are being loaded and that no node or request owns yet."""
-        return sum(len(load.loading.blocks) for load in getattr(self, "loads", ())) * self.page_size
+        begun = (load.loading for load in getattr(self, "loads", ()) if load.loading is not None)
+        return sum(len(loading.blocks) for loading in begun) * self.page_size
 
     # ---- methods that SGLang calls for its own loads
 

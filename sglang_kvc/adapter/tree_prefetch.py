@@ -40,8 +40,9 @@ def prefetch(tree: KvcRadixCache, waiting: Sequence[Req], room: Callable[[], flo
         req.kvc_least_room = None
         if tree.fetch(req):
             continue  # matched again when the files are read
-        hit = tree.bring_back(req, room=room, others_run=True) if req.host_hit_length else Hit.LOADING
+        hit = Hit.LOADING
+        if req.host_hit_length:
+            hit = tree.bring_back(req, room=lambda: room() - tree.queued_load_tokens, others_run=True)
         req.kvc_prefetched = hit is not Hit.NO_ROOM
         if not req.kvc_prefetched:
             req.kvc_least_room = capacity.reachable_tokens()
-

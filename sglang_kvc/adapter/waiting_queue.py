@@ -61,11 +61,18 @@ def all_wait_for_blocks(runtime: Runtime, scheduler: Any) -> bool:
 
 
 def after_pass(runtime: Runtime, scheduler: Any, plan: Any, was_full: bool) -> None:
-    """Remember the room at which a pass filled the batch, and prefetch for the prompts that still wait."""
+    """Remember the room at which a pass filled the batch, and prefetch for the prompts that still wait.
+
+    Before a decode step, loads begin in the next turn: eviction and launches take as long as a pass, and all of it
+    together may take the scheduler's thread longer than the step takes the device. A prefill takes the device longer,
+    and a load that begins after it would have to wait for it."""
     if plan.running_batch.batch_is_full and not was_full:
         runtime.capacity.remember_refusal(scheduler.new_token_ratio_tracker.current)
     if runtime.host_tier is not None and scheduler.waiting_queue and not runtime.released:
         prefetch(scheduler.tree_cache, scheduler.waiting_queue, lambda: _unclaimed_tokens(scheduler, runtime, plan))
+        decodes = plan.batch_to_run is None and not plan.running_batch.is_empty()
+        if not decodes:
+            scheduler.tree_cache.begin_loads()
 
 
 def _unclaimed_tokens(scheduler: Any, runtime: Runtime, plan: Any) -> float:

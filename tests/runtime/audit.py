@@ -143,7 +143,8 @@ def check_records(server) -> None:
             assert not cold or node in tree.component.demotions, "a cold node is never demoted"
         stored += _ids(tree.component, node.component(FULL).host_value)
     stored += [i for fetched in getattr(tree, "fetches", ()) for i in fetched.fetch.ids.tolist()]
-    loading = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]
+    begun = [load.loading for load in getattr(tree, "loads", ()) if load.loading is not None]
+    loading = [b for x in begun for b in x.blocks.tolist()]
     anchors = [load.anchor for load in getattr(tree, "loads", ())]
     assert len(set(anchors)) == len(anchors), "blocks are loaded twice"
     private += loading

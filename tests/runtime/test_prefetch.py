@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels import ops
+from sglang_kvc.adapter import decode_memory
+from sglang_kvc.adapter.admission import wait_for_blocks
 from sglang_kvc.adapter.tree_host import Hit
 from sglang_kvc.adapter.tree_prefetch import prefetch
 from sglang_kvc.cache import transfers
@@ -64,8 +67,9 @@ def test_load_begins_while_all_rows_are_taken():
             server.turn()
         server.submit(STORED, [5001], None, None)
         hit = list(server.requests.values())[-1]
-        server.turn()
-        assert len(server.running_batch.reqs) == ROWS and runtime.host_tier.loaded_blocks == 3
+        for loaded in (0, 3):  # before a decode step, a load begins in the turn after the pass
+            server.turn()
+            assert len(server.running_batch.reqs) == ROWS and runtime.host_tier.loaded_blocks == loaded
         turns_until(server, hit.finished)
         assert hit.cached_tokens == 3 * P
 
@@ -82,6 +86,43 @@ def test_nothing_is_loaded_into_memory_that_running_requests_need():
         hit = list(server.requests.values())[-1]
         turns_until(server, hit.finished)
         assert server.seen["retracted"] == 0
+
+
+@pytest.mark.parametrize("memory", ["taken", "short"])
+def test_load_without_memory_is_canceled_and_asked_for_again(monkeypatch, memory):
+    runtime = make_runtime(blocks=8, high="k4v4", window=0, host_memory=2_000_000)
+    with configured(runtime, 4 * P, retract_every=10**6):
+        server = server_with_stored_prompt(runtime, chunk=4 * P)
+        server.submit([10_000 + j for j in range(5)], [7000 + j for j in range(40)], None, None)
+        for _ in range(4):
+            server.turn()
+        server.submit(STORED, [5001], None, None)
+        hit, tree = list(server.requests.values())[-1], server.tree_cache
+        server.turn()
+        assert len(tree.loads) == 1 and tree.queued_load_tokens > 0 and not runtime.host_tier.loading
+        if memory == "taken":
+            monkeypatch.setattr(tree, "_make_room", lambda ids: False)
+            tree.check_hicache_events()
+            monkeypatch.undo()
+        else:
+            decode_memory.settle(runtime, server.running_batch)
+        assert not tree.loads and tree.queued_load_tokens == 0 and not runtime.host_tier.loading
+        turns_until(server, hit.finished)
+        assert hit.cached_tokens == 3 * P
+
+
+def test_later_prompts_leave_memory_to_a_load_that_has_not_begun():
+    tree = SimpleNamespace(queued_load_tokens=50, transfers_ended=0, fetch=lambda req: False)
+
+    def bring_back(req, *, room, others_run):
+        tree.queued_load_tokens += 70
+        return Hit.LOADING
+
+    tree.bring_back = bring_back
+    budget = SimpleNamespace(total_offset=5, current_offset=3)
+    adder = SimpleNamespace(tree_cache=tree, can_run_list=[], running_batch=None, memory_budget=budget)
+    assert wait_for_blocks(adder, SimpleNamespace(host_hit_length=P)) is AddReqResult.CONTINUE
+    assert (budget.total_offset, budget.current_offset) == (75, 73)
 
 
 class Prompts:
