@@ -41,7 +41,7 @@ TAIL = 8  # new tokens after a prefix
 BLOCK = 128
 PAUSE = 0.15  # seconds of undisturbed decode steps before each request
 WARM_UP = 1  # rounds that are not counted
-STEPS = 24  # steps after a request whose medians are recorded
+STEPS = 12  # steps after a request whose medians are recorded
 
 
 class Stream(threading.Thread):

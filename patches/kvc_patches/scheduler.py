@@ -55,7 +55,8 @@ def before_on_idle(self):
 
 
 def around_check_decode_mem(orig, self, selected_indices=None):
-    """Before a retraction: settle compactions and wait for loads, and check again; then demote running blocks."""
+    """Before a retraction: settle compactions and wait for loads, then cancel loads that have not begun, then demote
+    running blocks, and check again after each."""
     if (runtime := current()) is None:
         return orig(self, selected_indices)
     from sglang_kvc.adapter import decode_memory
@@ -63,6 +64,8 @@ def around_check_decode_mem(orig, self, selected_indices=None):
     if decode_memory.has_block_per_request(runtime, self) or orig(self, selected_indices):
         return True
     if decode_memory.settle(runtime, self) and orig(self, selected_indices):
+        return True
+    if decode_memory.cancel_loads(runtime, self) and orig(self, selected_indices):
         return True
     return decode_memory.demote(runtime, self, selected_indices) and orig(self, selected_indices)
 

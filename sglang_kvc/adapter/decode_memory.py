@@ -23,16 +23,20 @@ def has_block_per_request(runtime: Runtime, batch: Any) -> bool:
 
 
 def settle(runtime: Runtime, batch: Any) -> bool:
-    """Settle queued and running compactions, wait for loads, which lock blocks, and cancel those that have not begun;
-    whether there was anything to do."""
-    loads = runtime.host_tier is not None and batch.tree_cache.loads
+    """Settle queued and running compactions, and wait for loads, which lock blocks; whether there was anything to wait
+    for."""
+    loads = runtime.host_tier is not None and batch.tree_cache.loading_slots
     if not (loads or runtime.overcharged):
         return False
     runtime.settle()
     if loads:
         batch.tree_cache.enter_arrived()
-        batch.tree_cache.cancel_queued_loads()
     return True
+
+
+def cancel_loads(runtime: Runtime, batch: Any) -> bool:
+    """Cancel loads that have not begun, which also lock blocks; whether there were any."""
+    return runtime.host_tier is not None and batch.tree_cache.cancel_queued_loads()
 
 
 def demote(runtime: Runtime, batch: Any, selected_indices: Any) -> bool:

@@ -150,8 +150,8 @@ class KvcRadixCache(DiskCache, StreamingCache):
         A one-shot prompt inserts nothing and is computed again from its first token."""
         if self.disable or req.kvc is None or req.kvc.one_shot is not None:
             return
-        req.kvc_prefetched = req.kvc_keeps_row = False
-        req.kvc_least_room = None
+        req.kvc_keeps_row = False
+        req.kvc_prefetched = req.kvc_least_room = None
         req.refresh_fill_ids()
         written = req.full_untruncated_fill_ids[: req.kv.kv_committed_len]
         self._follow_tree(req, BlockKey(written, req.extra_key, cache_salt=req.cache_salt))

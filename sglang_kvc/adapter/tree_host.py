@@ -37,7 +37,7 @@ FULL = ComponentType.FULL
 class Hit(Enum):
     """Progress of the stored blocks that a waiting prompt hits."""
 
-    LOADING = "loading"  # being copied; this prompt waits, others do not
+    LOADING = "loading"  # being copied, or soon; this prompt waits, others do not
     NO_ROOM = "no room"  # the blocks do not fit now
     NEVER = "never"  # the blocks do not fit, and nothing will make room; the prompt is computed
 
@@ -92,6 +92,7 @@ class HostCache(UnifiedRadixCache):
 
     runtime: Runtime
     host_tier: HostTier | None = None
+    loads_canceled = 0
     transfers_ended = 0  # loads, reads and lookups that have ended or been canceled since start
     reuse: ReuseOrder | None = None  # with `--kvc-eviction reuse`
 
@@ -191,7 +192,7 @@ class HostCache(UnifiedRadixCache):
     @property
     def _queued_loads(self) -> list[_Load]:
         """Loads that a pass asked for and that have not begun."""
-        return [load for load in self.loads if load.loading is None]
+        return [load for load in getattr(self, "loads", ()) if load.loading is None]
 
     @property
     def queued_load_tokens(self) -> float:
@@ -207,13 +208,17 @@ class HostCache(UnifiedRadixCache):
             else:
                 self._cancel(load)
 
-    def cancel_queued_loads(self) -> None:
-        """Unlock the blocks of queued loads, because running requests are short of memory."""
-        for load in self._queued_loads:
+    def cancel_queued_loads(self) -> bool:
+        """Unlock the blocks of queued loads, because running requests are short of memory. Returns whether there were
+        any."""
+        queued = self._queued_loads
+        for load in queued:
             self._cancel(load)
+        return bool(queued)
 
     def _cancel(self, load: _Load) -> None:
         """Remove a queued load. Its prompts ask again."""
+        self.loads_canceled += 1
         self.loads.remove(load)
         self._unlock(load)
         self._note_end()

@@ -21,14 +21,14 @@ PREFETCHED = 2
 
 
 def prefetch(tree: KvcRadixCache, waiting: Sequence[Req], room: Callable[[], float]) -> None:
-    """Begin reads and loads for the first waiting prompts, once for each. A prompt whose blocks do not fit is tried
-    again when memory has become free.
+    """Ask for reads and loads for the first waiting prompts, once for each. A prompt whose blocks do not fit is tried
+    again when memory has become free, and a prompt whose load was canceled unless memory has become scarcer.
 
     room: function that gives the tokens of memory that no running request may need.
     """
     capacity = tree.runtime.capacity
     for req in waiting[:PREFETCHED]:
-        if req.kvc_private or getattr(req, "kvc_prefetched", False):
+        if req.kvc_private or getattr(req, "kvc_prefetched", None) == tree.loads_canceled:
             continue
         req.init_next_round_input(tree)  # also marks the path as used, so that its blocks are not evicted first
         # Running requests take memory and give some of it back. More than the least room since the refusal is enough
@@ -43,6 +43,5 @@ def prefetch(tree: KvcRadixCache, waiting: Sequence[Req], room: Callable[[], flo
         hit = Hit.LOADING
         if req.host_hit_length:
             hit = tree.bring_back(req, room=lambda: room() - tree.queued_load_tokens, others_run=True)
-        req.kvc_prefetched = hit is not Hit.NO_ROOM
-        if not req.kvc_prefetched:
-            req.kvc_least_room = capacity.reachable_tokens()
+        req.kvc_prefetched = None if hit is Hit.NO_ROOM else tree.loads_canceled
+        req.kvc_least_room = capacity.reachable_tokens() - tree.queued_load_tokens

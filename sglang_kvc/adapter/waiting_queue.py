@@ -66,9 +66,11 @@ def after_pass(runtime: Runtime, scheduler: Any, plan: Any, was_full: bool) -> N
     Before a decode step, loads begin in the next turn: eviction and launches take as long as a pass, and all of it
     together may take the scheduler's thread longer than the step takes the device. A prefill takes the device longer,
     and a load that begins after it would have to wait for it."""
+    tiered = runtime.host_tier is not None
     if plan.running_batch.batch_is_full and not was_full:
-        runtime.capacity.remember_refusal(scheduler.new_token_ratio_tracker.current)
-    if runtime.host_tier is not None and scheduler.waiting_queue and not runtime.released:
+        claimed = scheduler.tree_cache.queued_load_tokens if tiered else 0
+        runtime.capacity.remember_refusal(scheduler.new_token_ratio_tracker.current, claimed)
+    if tiered and scheduler.waiting_queue and not runtime.released:
         prefetch(scheduler.tree_cache, scheduler.waiting_queue, lambda: _unclaimed_tokens(scheduler, runtime, plan))
         decodes = plan.batch_to_run is None and not plan.running_batch.is_empty()
         if not decodes:

@@ -257,13 +257,13 @@ class Capacity:
         goal = self.available_tokens() + requested
         return goal if self._exact_need is None else min(goal, self._exact_need)
 
-    def remember_refusal(self, ratio: float) -> None:
+    def remember_refusal(self, ratio: float, claimed: float = 0) -> None:
         """Record the room at which a request was just refused. `ratio`: share of their longest answers that the running
-        requests are expected to write (SGLang's new-token ratio)."""
-        self._full_at, self._ratio_at_refusal = self.reachable_tokens(), ratio
+        requests are expected to write (SGLang's new-token ratio). `claimed`: tokens that loads will take next."""
+        self._full_at, self._ratio_at_refusal = int(self.reachable_tokens() - claimed), ratio
 
     def forget_refusal(self) -> None:
-        """Make `has_room_again` true: stored blocks have arrived, and the prompt that waits for them may need less room
+        """Make `has_room_again` true: a transfer has ended, and the prompt that waits for its blocks may need less room
         than the one that was refused."""
         self._full_at = -self.layout.block_tokens
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels import ops
@@ -105,24 +105,45 @@ def test_load_without_memory_is_canceled_and_asked_for_again(monkeypatch, memory
             tree.check_hicache_events()
             monkeypatch.undo()
         else:
-            decode_memory.settle(runtime, server.running_batch)
+            assert not decode_memory.settle(runtime, server.running_batch) and tree.loads
+            assert decode_memory.cancel_loads(runtime, server.running_batch)
         assert not tree.loads and tree.queued_load_tokens == 0 and not runtime.host_tier.loading
         turns_until(server, hit.finished)
         assert hit.cached_tokens == 3 * P
 
 
+def test_canceled_load_is_prefetched_again_while_all_rows_are_taken():
+    runtime = make_runtime(blocks=40, high="k4v4", window=0, host_memory=2_000_000)
+    with configured(runtime, 4 * P, retract_every=10**6):
+        server = server_with_stored_prompt(runtime, chunk=4 * P)
+        for i in range(ROWS):
+            server.submit([10_000 * (i + 1) + j for j in range(5)], [7000 + j for j in range(90)], None, None)
+        for _ in range(4):
+            server.turn()
+        server.submit(STORED, [5001], None, None)
+        server.turn()
+        assert server.tree_cache.cancel_queued_loads()
+        turns_until(server, lambda: runtime.host_tier.loaded_blocks == 3)
+        assert len(server.running_batch.reqs) == ROWS
+
+
 def test_later_prompts_leave_memory_to_a_load_that_has_not_begun():
-    tree = SimpleNamespace(queued_load_tokens=50, transfers_ended=0, fetch=lambda req: False)
-
-    def bring_back(req, *, room, others_run):
-        tree.queued_load_tokens += 70
-        return Hit.LOADING
-
-    tree.bring_back = bring_back
-    budget = SimpleNamespace(total_offset=5, current_offset=3)
-    adder = SimpleNamespace(tree_cache=tree, can_run_list=[], running_batch=None, memory_budget=budget)
-    assert wait_for_blocks(adder, SimpleNamespace(host_hit_length=P)) is AddReqResult.CONTINUE
-    assert (budget.total_offset, budget.current_offset) == (75, 73)
+    runtime = make_runtime(blocks=24, high="k4v4", window=0, host_memory=2_000_000)
+    with configured(runtime, 4 * P, retract_every=10**6):
+        server = server_with_stored_prompt(runtime, chunk=4 * P)
+        server.submit([10_000 + j for j in range(5)], [7000 + j for j in range(40)], None, None)
+        for _ in range(4):
+            server.turn()
+        server.submit(STORED, [5001], None, None)
+        tree, hit, room = server.tree_cache, server.waiting_queue[-1], runtime.capacity.reachable_tokens()
+        hit.init_next_round_input(tree)
+        adder = PrefillAdder(P, tree, server.token_to_kv_pool_allocator, server.running_batch, 0.1, 10**9, 4 * P, 0)
+        left = adder.rem_total_tokens
+        assert wait_for_blocks(adder, hit) is AddReqResult.CONTINUE
+        claimed = left - adder.rem_total_tokens
+        assert claimed == tree.queued_load_tokens > 0
+        tree.begin_loads()  # its memory is taken now
+        assert room - runtime.capacity.reachable_tokens() >= claimed and not tree.queued_load_tokens
 
 
 class Prompts:
@@ -130,6 +151,7 @@ class Prompts:
 
     def __init__(self, *needs: int):
         self.memory, self.tries, self.matched = 0, [], []
+        self.loads_canceled = self.queued_load_tokens = 0
         self.runtime = SimpleNamespace(capacity=SimpleNamespace(reachable_tokens=lambda: self.memory))
         self.waiting = [SimpleNamespace(kvc_private=False, host_hit_length=need) for need in needs]
         for req in self.waiting:

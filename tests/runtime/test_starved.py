@@ -187,8 +187,8 @@ def state(server: Overlap) -> tuple:
     tree, tier = server.tree_cache, server.runtime.host_tier
     nodes = [(n.id, len(n.key), n.evicted, n.backuped) for n in _nodes(tree)]
     queues = [r.rid for r in server.waiting_queue], [r.rid for r in server.running_batch.reqs]
-    fetches = len(tree.lookups), len(tree.fetches)
-    return nodes, queues, len(tree.loads), fetches, server.runtime.ledger.total, tier.memory.free_units
+    fetches, loads = (len(tree.lookups), len(tree.fetches)), [load.loading is not None for load in tree.loads]
+    return nodes, queues, loads, fetches, server.runtime.ledger.total, tier.memory.free_units
 
 
 def life(seed: int, options: dict, folder: Path | None, peer: Peer | None = None, backend: bool = False) -> Counter:
@@ -235,6 +235,8 @@ def _server(
             for _ in range(TURNS // 2):
                 client.act()
                 server.turn()
+                if runtime.host_tier is not None and draw.random() < 0.1:
+                    server.seen["canceled"] += server.tree_cache.cancel_queued_loads()
             _finish(server, threads)
             client.check_answers()
             check_tree(server)
