@@ -10,7 +10,8 @@ from kvc_kernels.scores import prompt_end
 from sglang_kvc.cache import page_ops, thinning
 
 from .model import D, H, L, P, make_runtime
-from .test_one_shot import arrive, prompt, runtime  # noqa: F401  (a fixture)
+from .test_one_shot import prompt, runtime  # noqa: F401  (a fixture)
+from .test_thinning import arrive
 
 TOKENS = 10 * P + 9
 
