@@ -99,13 +99,14 @@ class KvcStats:
             parts.append("tiers " + " ".join(f"{t} {100 * s:.0f}%" for t, s in self.tier_shares.items()))
         if self.occupancy is not None:
             parts.append(f"occupancy {self.occupancy:.2f}")
-        parts.append(f"compacted {self.compactions} blocks in {self.compaction_ms:.0f} ms")
+        parts.append(f"compacted {self.compactions} blocks")
         if self.demoted_blocks:
             parts.append(f"demoted {self.demoted_blocks} blocks")
         if self.host_bytes_total:
             used, total = self.host_bytes / 1e9, self.host_bytes_total / 1e9
             moved = f"{self.host_saved_bytes / 1e9:.1f} GB out, {self.host_loaded_bytes / 1e9:.1f} GB back"
-            parts.append(f"host {used:.1f} of {total:.1f} GB, {moved} in {self.transfer_ms:.0f} ms")
+            rate = f" at {self.host_arrived_bytes / self.host_load_ms / 1e6:.1f} GB/s" if self.host_load_ms else ""
+            parts.append(f"host {used:.1f} of {total:.1f} GB, {moved}{rate}")
         moved = f"{self.disk_written_bytes / 1e9:.1f} GB written, {self.disk_read_bytes / 1e9:.1f} GB read"
         if self.disk_bytes_total:
             parts.append(f"disk {self.disk_bytes / 1e9:.1f} of {self.disk_bytes_total / 1e9:.1f} GB, {moved}")
