@@ -33,9 +33,10 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,11 @@ class Replay:
         self.known_tools: set[tuple[int, ...]] = set()  # tool tokens of the sessions started so far
         self.started = 0
 
-    def run(self, seconds: float, ramp: float, progress: float = 10.0) -> dict[str, Any]:
+    def run(
+        self, seconds: float, ramp: float, progress: float = 10.0, at_start: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
         """Run the agents and summarize the answers of the measured `seconds`. The measurement starts when every agent
-        has had its first answer.
+        has had its first answer; `at_start` is called right before.
 
         Raises:
             RuntimeError: some agent had no answer after `ramp` seconds.
@@ -124,6 +127,7 @@ class Replay:
             running = [pool.submit(self.run_agent, i) for i in range(self.agents)]
             began = time.monotonic()
             self.ramped_up.wait(ramp)
+            at_start()
             started, measured = self.started, time.monotonic()
             while not self.stop.wait(min(progress, max(0.0, measured + seconds - time.monotonic()))):
                 elapsed = time.monotonic() - measured
@@ -230,6 +234,10 @@ def tier_counters(url: str) -> dict[str, float]:
     return {}
 
 
+def _append_counters(counters: list[dict[str, float]], url: str) -> None:
+    counters.append(tier_counters(url))
+
+
 def earlier_rows(args: argparse.Namespace) -> dict[str, Any]:
     """Rows of the result file with `--append`, else none. Concurrent runs may add rows."""
     path = RESULTS / f"{args.name}.json"
@@ -257,13 +265,14 @@ def measure(args: argparse.Namespace, url: str, sessions: Sequence[Session], opt
         name = f"{args.server}.a{agents}"
         if name in earlier_rows(args):
             continue
-        before = tier_counters(url)
+        before: list[dict[str, float]] = []
         replay = Replay(Completions(url, model, args.text), sessions, agents, seed=agents)
-        row = replay.run(args.seconds, args.ramp)
+        row = replay.run(args.seconds, args.ramp, at_start=partial(_append_counters, before, url))
         after = tier_counters(url)
-        row["tiers"] = {k: [before[k], v] for k, v in after.items() if k in before}
+        row["tiers"] = {k: [before[0][k], v] for k, v in after.items() if k in before[0]}
+        row["tiers_s"] = row["measured_s"]  # older rows lack it; their counters include the ramp-up
         new_rows[name] = row | {"options": list(options), "command": common.command_line()}
-        shown = {k: v for k, v in row.items() if k not in ("tiers", "ramp_s")}
+        shown = {k: v for k, v in row.items() if k not in ("tiers", "tiers_s", "ramp_s")}
         print(name, " ".join(f"{k} {v:.4g}" for k, v in shown.items() if v is not None), flush=True)
         numbers = earlier_rows(args) | new_rows | {"settings": settings}
         numbers["most_agents"] = most_agents(numbers)

@@ -267,21 +267,23 @@ def main(argv: list[str] | None = None) -> None:
             concurrent.append(row | {"slowdown": run / alone[name], "load_of_bus": load / floor})
             results.add(concurrent[-1])
     print(table(concurrent, COLUMNS))
-    slowdown = {r["what"]: r["slowdown"] for r in concurrent if r["beside"] == "load"}
+    beside = {r["what"]: r for r in concurrent if r["beside"] == "load"}
     save = [r["save_ms"] / r["save_floor_ms"] for r in rows]
     load = [r["load_ms"] / r["load_floor_ms"] for r in rows]
     unit, baseline = "of the time of a plain copy", "one copy of the same bytes over the same bus"
-    slowdown_unit, n = "of the time alone", len(rows)
+    n = len(rows)
+
+    def slowdown(what: str, baseline: str) -> Score:
+        row = beside[what]
+        text = f"of the time alone, beside a load of {row['load_of_bus']:.2f} of a plain copy"
+        return Score(row["slowdown"], text, baseline=baseline, n=n)
+
     results.score(
         {
             "agents.swap_in_of_pcie": Score(median(load), unit, baseline=baseline, n=n),
             "agents.swap_out_of_pcie": Score(median(save), unit, baseline=baseline, n=n),
-            "agents.attention_beside_swap": Score(
-                slowdown["attention"], slowdown_unit, baseline="decode attention alone", n=n
-            ),
-            "agents.decode_slowdown": Score(
-                slowdown["layer"], slowdown_unit, baseline="one layer's decode step alone", n=n
-            ),
+            "agents.attention_beside_swap": slowdown("attention", "decode attention alone"),
+            "agents.decode_slowdown": slowdown("layer", "one layer's decode step alone"),
         }
     )  # fmt: skip
     results.show()

@@ -217,7 +217,8 @@ def main(argv: list[str] | None = None) -> None:
             added, f"{unit}, added to the time to first token", "the same prefix on the device", n=needed
         ),
         "agents.served_decode_slowdown": Score(
-            row["slowdown"], f"of the time of a decode step, {steps}", "the steps before", n=needed
+            row["slowdown"], f"of the time of a decode step, {steps}",
+            "the steps before, less what hits on the device add", n=needed,
         ),
     }  # fmt: skip
     if args.quick:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -74,7 +75,42 @@ def _replayed(path: Path, card_name: str) -> list[str]:
         f"({record['commit'][:7]}, n = 1)."
     )
     text += "".join(f" {mark}: {source}." for source, mark in marks.items())
-    return [text, "", *lines(["server", *(f"{n} agents" for n in curve), "most"], rows)]
+    out = [text, "", *lines(["server", *(f"{n} agents" for n in curve), "most"], rows)]
+    return [*out, "", *_details(curve, marks)]
+
+
+def _details(curve: dict[int, dict[str, dict]], marks: dict[str, str]) -> list[str]:
+    """Table of the other figures of each point of `_replayed`."""
+    servers = dict.fromkeys(server for rows in curve.values() for server in rows)
+    rows = []
+    for server, (n, points_of_n) in itertools.product(servers, curve.items()):
+        if (row := points_of_n.get(server)) is None:
+            continue
+        again = row.get("computed_again")
+        rows.append([
+            f"{server.replace('_', ' ')}, {n} agents {marks.get(row.get('source'), '')}".strip(),
+            f"{row['first_token_s_p99']:{'.0f' if row['first_token_s_p99'] >= 100 else '.2g'}} s",
+            f"{1000 * row['output_token_s_p99']:.0f} ms",
+            "" if again is None else f"{100 * again:.1f} %",
+            f"{row['answers_h']:.0f}",
+            f"{row['sessions_h']:.0f}",
+            _rates(row, "host_saved_bytes", "host_loaded_bytes"),
+            _rates(row, "disk_written_bytes", "disk_read_bytes"),
+        ])  # fmt: skip
+    text = (
+        "Other figures of the same points: 99th percentiles, prompt tokens that are computed a second time, answers "
+        "and ended sessions per hour, and GB/s to / from host memory and disk. These rates also cover the ramp-up if "
+        "the file has no `tiers_s`. Stock servers do not report theirs."
+    )
+    head = ["point", "first token, p99", "output token, p99", "again", "answers/h", "sessions/h", "host", "disk"]
+    return [text, "", *lines(head, rows)]
+
+
+def _rates(row: dict, out: str, back: str) -> str:
+    """GB/s by which two counters rise; empty if the server has none or they stay zero."""
+    tiers, seconds = row.get("tiers", {}), row.get("tiers_s") or row.get("ramp_s", 0) + row.get("measured_s", 0)
+    moved = [tiers[name][1] - tiers[name][0] for name in (out, back) if name in tiers]
+    return " / ".join(f"{m / seconds / 1e9:.1f}" for m in moved) if any(moved) else ""
 
 
 def _turn(row: dict | None, marks: dict[str, str]) -> str:

@@ -72,8 +72,11 @@ def test_agents_are_shown_as_a_curve(tmp_path):
 
 def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     row = {"from_cache": 0.5, "first_token_s_p50": 0.1, "first_token_s_p90": 0.2, "output_token_s_p90": 0.02}
+    row |= {"first_token_s_p99": 150.0, "output_token_s_p99": 0.05, "answers_h": 900, "sessions_h": 30}
+    row |= {"computed_again": 0.25, "ramp_s": 2, "measured_s": 8}
+    row |= {"tiers": {"host_saved_bytes": [0, 30 * 10**9], "host_loaded_bytes": [10**9, 6 * 10**9]}}
     common = {"tokens": 105000, "host_gb": 32, "seconds": 60.0, "time_scale": 0.5, "length_scale": 0.25, "endless": 0.9}
-    other, third = row | {"source": "run A"}, row | {"source": "run B"}
+    other, third = row | {"source": "run A", "tiers": {}}, row | {"source": "run B", "tiers_s": 5}
     numbers = {"kvc_tiers.a8": row, "kvc.a8": other, "kvc.a16": third, "settings": common}
     numbers |= {"most_agents": {"kvc_tiers": 8, "kvc": 0}}
     write(tmp_path, "e2e/agent_replay_h200", "NVIDIA H200", numbers=numbers)
@@ -87,6 +90,10 @@ def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     assert text.count(f"| kvc tiers | {cell} |  | 8 |") == 2 and text.count("![") == 1
     assert text.count(f"| kvc | {cell} \\* | {cell} \\*\\* | < 8 |") == 2  # a mark per source; the first point missed
     assert text.count(" \\*: run A. \\*\\*: run B.") == 2
+    figures = "150 s | 50 ms | 25.0 % | 900 | 30"  # bytes are averaged over the ramp-up, too, without `tiers_s`
+    assert text.count(f"| kvc tiers, 8 agents | {figures} | 3.0 / 0.5 |  |") == 2
+    assert f"| kvc, 8 agents \\* | {figures} |  |  |" in text
+    assert f"| kvc, 16 agents \\*\\* | {figures} | 6.0 / 1.0 |  |" in text
 
 
 def test_pages_show_scores_in_text(tmp_path, monkeypatch):
