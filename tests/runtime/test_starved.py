@@ -333,7 +333,8 @@ def test_disabled_tiers_add_no_calls(monkeypatch):
     nothing."""
     monkeypatch.setattr("tests.runtime.overlap.check_records", lambda server: None)
     runtime, calls = make_runtime(high="k4v4", window=0), Counter()
-    tiers = ("host_tier.py", "tree_host.py", "transfers.py", "host_memory.py", "disk_tier.py", "tree_disk.py")
+    tiers = ("host_tier.py", "tree_host.py", "tree_prefetch.py", "transfers.py", "host_memory.py")
+    tiers += ("disk_tier.py", "disk_store.py", "tree_disk.py", "backend_store.py")
 
     def count(frame, event, arg) -> None:
         if event == "call" and frame.f_code.co_filename.endswith(tiers):

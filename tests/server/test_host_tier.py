@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from bench.client import RequestRefused
 
@@ -66,6 +68,40 @@ def test_restarted_server_answers_from_files_of_killed_one(hosted, rng):
         assert (new.ids, new.logprobs, new.cached_tokens) == (old.ids, old.logprobs, old.cached_tokens)
     stats = again.when_idle()
     assert stats["disk_read_bytes"] > 0 and not stats["disk_damaged"]
+
+
+def changed_model(folder: Path, into: Path) -> Path:
+    """A copy of a model with other weights."""
+    into.mkdir()
+    for file in folder.iterdir():
+        if file.suffix == ".safetensors":
+            weights = load_file(file)
+            save_file({name: 1.1 * w if w.ndim == 1 else w for name, w in weights.items()}, into / file.name)
+        else:
+            (into / file.name).symlink_to(file)
+    return into
+
+
+def test_weight_update_hits_only_blocks_of_its_weights(hosted, rng, tmp_path):
+    """Blocks of other weights are gone from the device and from host memory. Their files stay for these weights."""
+    client, prompt = hosted.client, tokens(rng, 6 * BLOCK + 9)
+    client.generate(prompt, 2)
+    before = client.generate(prompt, 8, logprobs=True)
+    client.generate_many([tokens(rng, 5 * BLOCK) for _ in range(30)], 2, parallel=2)
+    assert client.when_idle()["host_blocks"] > 30
+
+    def update(folder: str | Path) -> None:
+        assert client.post("/update_weights_from_disk", {"model_path": str(folder)}).json()["success"]
+
+    try:
+        update(changed_model(Path(hosted.model), tmp_path / "other"))
+        changed = client.generate(prompt, 8, logprobs=True)
+        assert changed.cached_tokens == 0 and changed.logprobs != before.logprobs
+        client.when_idle()
+    finally:
+        update(hosted.model)
+    after = client.generate(prompt, 8, logprobs=True)
+    assert (after.ids, after.logprobs, after.cached_tokens) == (before.ids, before.logprobs, before.cached_tokens)
 
 
 def test_storage_backend_replaces_files(stored, rng):
