@@ -24,7 +24,7 @@ ROWS = 8  # requests that run at once
 LEVEL = "k8v4"  # the level that the server "levels" offers in addition to k4v4
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
-    "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
+    "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "mixed",
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
     "stored", "budgeted", "starved",
 }  # fmt: skip
@@ -106,8 +106,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], SMALL, {}),
         "experts": ("k4v4", [*chunk, "--enable-return-routed-experts"], "2MiB", {}),
         "compiled": ("k4v4", [*chunk, "--enable-torch-compile", "--torch-compile-max-bs", "2"], "256MiB", {}),
-        "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
-        "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
+        "windowed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
         "unshared": (
             "k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache", *WITHOUT_EFFECT], SMALL, {}
         ),
@@ -173,7 +172,7 @@ class Servers:
         if name == "replicated":
             folder = self.models / "few_kv_heads"
             return folder if folder.exists() else tiny_model(folder, kv_heads=1)
-        return self.windowed_model() if name.startswith("windowed") else None
+        return self.windowed_model() if name == "windowed" else None
 
     def windowed_model(self) -> Path:
         folder = self.models / "windowed"
@@ -264,11 +263,6 @@ def graphs(servers):
 @pytest.fixture
 def windowed(servers):
     yield from _healthy(servers, "windowed")
-
-
-@pytest.fixture
-def windowed_packed(servers):
-    yield from _healthy(servers, "windowed_packed")
 
 
 @pytest.fixture

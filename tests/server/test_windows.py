@@ -9,11 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .conftest import BLOCK, STOCK, border, tokens
+from .conftest import BLOCK, LOSSLESS, STOCK, border, tokens
 
 WINDOW = 100  # between one block and two
 # Lengths around the window, around its blocks, within a chunk and over several chunks.
 LENGTHS = [30, 99, 100, 101, 128, 300, 700]
+UNCOMPRESSED = {} if STOCK else LOSSLESS
 DRIFT = 0.06  # nats between transformers and a server, both in bf16, on average over tokens
 
 
@@ -49,16 +50,16 @@ def apart(a, b):
 def test_logprobs_match_transformers(windowed, reference, rng, length):
     """Checked cold, from the cache, and while decoding past the window's border."""
     prompt = tokens(rng, length)
-    cold = windowed.client.generate(prompt, 40, logprobs=True, input_from=1)
+    cold = windowed.client.generate(prompt, 40, logprobs=True, sampling=UNCOMPRESSED, input_from=1)
     assert drift(cold, prompt, reference) < DRIFT
     seen = cold.input_logprobs[-60:]
     assert apart(seen, reference(prompt, length - len(seen))) < DRIFT
-    warm = windowed.client.generate(prompt, 40, logprobs=True)
+    warm = windowed.client.generate(prompt, 40, logprobs=True, sampling=UNCOMPRESSED)
     assert warm.cached_tokens >= border(length - 1)
     assert drift(warm, prompt, reference) < DRIFT
     # A prompt appended to the generated tokens.
     longer = [*prompt, *cold.ids, *tokens(rng, 17)]
-    after = windowed.client.generate(longer, 8, logprobs=True)
+    after = windowed.client.generate(longer, 8, logprobs=True, sampling=UNCOMPRESSED)
     assert after.cached_tokens >= border(length + 40 - 1)
     assert drift(after, longer, reference) < DRIFT
 
@@ -66,7 +67,7 @@ def test_logprobs_match_transformers(windowed, reference, rng, length):
 def test_wrong_window_shifts_logprobs(windowed, reference, rng):
     """The tests above would fail for a server that sees one token more or fewer, or all of them."""
     prompt = tokens(rng, 300)
-    answer = windowed.client.generate(prompt, 40, logprobs=True)
+    answer = windowed.client.generate(prompt, 40, logprobs=True, sampling=UNCOMPRESSED)
     right = drift(answer, prompt, reference)
     assert all(drift(answer, prompt, reference, window=n) > 2 * right for n in (WINDOW - 1, WINDOW + 1, 10_000))
 
@@ -79,18 +80,18 @@ def test_short_prompts_are_padded(windowed, rng):
 
 def test_concurrent_requests_of_all_lengths_match_transformers(windowed, reference, rng):
     batch = [tokens(rng, n) for n in LENGTHS]
-    for prompt, answer in zip(batch, windowed.client.generate_many(batch, 30, logprobs=True)):
+    for prompt, answer in zip(batch, windowed.client.generate_many(batch, 30, logprobs=True, sampling=UNCOMPRESSED)):
         assert drift(answer, prompt, reference) < DRIFT
 
 
 @pytest.mark.skipif(STOCK, reason="stock SGLang packs nothing")
-def test_packed_warm_answers_equal_cold_ones(windowed_packed, reference, rng):
+def test_packed_warm_answers_equal_cold_ones(windowed, reference, rng):
     """Warm answers equal cold ones, and compression costs little."""
     for length in (2 * BLOCK + 1, 300, 700):
         prompt = tokens(rng, length)
-        cold = windowed_packed.client.generate(prompt, 12, logprobs=True)
-        assert windowed_packed.client.when_idle()["packed_tokens"] >= border(length)
-        warm = windowed_packed.client.generate(prompt, 12, logprobs=True)
+        cold = windowed.client.generate(prompt, 12, logprobs=True)
+        assert windowed.client.when_idle()["packed_tokens"] >= border(length)
+        warm = windowed.client.generate(prompt, 12, logprobs=True)
         assert (cold.cached_tokens, warm.cached_tokens) == (0, border(length - 1))
         assert warm.ids == cold.ids
         assert apart(cold.logprobs, warm.logprobs) < DRIFT
