@@ -115,10 +115,10 @@ class Replay:
         self.started = 0
 
     def run(
-        self, seconds: float, ramp: float, progress: float = 10.0, at_start: Callable[[], None] = lambda: None
+        self, seconds: float, ramp: float, progress: float = 10.0, counters: Callable[[], dict[str, float]] = dict
     ) -> dict[str, Any]:
         """Run the agents and summarize the answers of the measured `seconds`. The measurement starts when every agent
-        has had its first answer; `at_start` is called right before.
+        has had its first answer. `tiers` has the server's `counters` at its start and end.
 
         Raises:
             RuntimeError: some agent had no answer after `ramp` seconds.
@@ -127,21 +127,24 @@ class Replay:
             running = [pool.submit(self.run_agent, i) for i in range(self.agents)]
             began = time.monotonic()
             self.ramped_up.wait(ramp)
-            at_start()
+            before = counters()
             started, measured = self.started, time.monotonic()
             while not self.stop.wait(min(progress, max(0.0, measured + seconds - time.monotonic()))):
                 elapsed = time.monotonic() - measured
                 print(f"  {self.agents} agents, {elapsed:5.0f} s: {len(self.answered)} answers", flush=True)
                 if time.monotonic() >= measured + seconds:
                     break
-            ended = time.monotonic()
+            ended, after = time.monotonic(), counters()
             self.stop.set()
             for future in running:
                 future.result()
         if started < self.agents:
             raise RuntimeError(f"{started} of {self.agents} agents had an answer after {ramp:.0f} s; give more --ramp")
         counted = [s for s in self.answered if not s.first and measured <= s.ended <= ended]
-        return {"ramp_s": measured - began, "measured_s": ended - measured, **summary(counted, ended - measured)}
+        seconds = ended - measured
+        # Older rows lack `tiers_s`; their counters include the ramp-up.
+        tiers = {"tiers": {k: [before[k], v] for k, v in after.items() if k in before}, "tiers_s": seconds}
+        return {"ramp_s": measured - began, "measured_s": seconds, **summary(counted, seconds), **tiers}
 
     def run_agent(self, agent: int) -> None:
         rng, first = random.Random(f"{self.seed} {agent}"), True
@@ -234,10 +237,6 @@ def tier_counters(url: str) -> dict[str, float]:
     return {}
 
 
-def _append_counters(counters: list[dict[str, float]], url: str) -> None:
-    counters.append(tier_counters(url))
-
-
 def earlier_rows(args: argparse.Namespace) -> dict[str, Any]:
     """Rows of the result file with `--append`, else none. Concurrent runs may add rows."""
     path = RESULTS / f"{args.name}.json"
@@ -265,12 +264,8 @@ def measure(args: argparse.Namespace, url: str, sessions: Sequence[Session], opt
         name = f"{args.server}.a{agents}"
         if name in earlier_rows(args):
             continue
-        before: list[dict[str, float]] = []
         replay = Replay(Completions(url, model, args.text), sessions, agents, seed=agents)
-        row = replay.run(args.seconds, args.ramp, at_start=partial(_append_counters, before, url))
-        after = tier_counters(url)
-        row["tiers"] = {k: [before[0][k], v] for k, v in after.items() if k in before[0]}
-        row["tiers_s"] = row["measured_s"]  # older rows lack it; their counters include the ramp-up
+        row = replay.run(args.seconds, args.ramp, counters=partial(tier_counters, url))
         new_rows[name] = row | {"options": list(options), "command": common.command_line()}
         shown = {k: v for k, v in row.items() if k not in ("tiers", "tiers_s", "ramp_s")}
         print(name, " ".join(f"{k} {v:.4g}" for k, v in shown.items() if v is not None), flush=True)

@@ -68,9 +68,8 @@ def test_scaled_session_has_fewer_tokens_and_shorter_pauses():
 def test_steps_are_counted_after_ramp_up():
     server = Cache()
     replay = Replay(server, [session(str(i)) for i in range(6)], 3)
-    starts: list[int] = []
-    row = replay.run(0.5, ramp=5, at_start=lambda: starts.append(replay.started))
-    assert starts == [3]
+    row = replay.run(0.5, ramp=5, counters=lambda: {"started": replay.started, "stopped": replay.stop.is_set()})
+    assert row["tiers"] == {"started": [3, 3], "stopped": [False, False]} and row["tiers_s"] == row["measured_s"]
     assert sum(s.first for s in replay.answered) == 3 and 10 < row["answers"] <= len(replay.answered) - 3
     assert row["computed_again"] == 0 and 0 < row["from_cache"] < 1
     assert row["first_token_s_p90"] == 0.5 and row["output_token_s_p90"] == pytest.approx(0.02)
@@ -129,17 +128,10 @@ def test_knee_is_where_hit_rate_drops():
 
 
 def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
-    slow = {"first_token_s_p90": 3.0, "output_token_s_p90": 0.01, "from_cache": 0.5, "measured_s": 60.0}
-    rows, counters = iter([slow | {"first_token_s_p90": 1.0}, slow, slow]), itertools.count()
-    monkeypatch.setattr(agent_replay, "tier_counters", lambda url: {"host_saved_bytes": next(counters)})
-
-    def run(*args, at_start):
-        next(counters)  # what moves during the ramp-up
-        at_start()
-        return next(rows)
-
+    slow = {"first_token_s_p90": 3.0, "output_token_s_p90": 0.01, "from_cache": 0.5}
+    rows = iter([slow | {"first_token_s_p90": 1.0}, slow, slow])
     monkeypatch.setattr(agent_replay.requests, "get", lambda *args, **k: Models())
-    monkeypatch.setattr(agent_replay.Replay, "run", run)
+    monkeypatch.setattr(agent_replay.Replay, "run", lambda *args, **k: next(rows))
     monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
     monkeypatch.setattr(agent_replay.common, "RESULTS", tmp_path)
     common = ["traces", "--url", "x", "--append", "--name", "r"]
@@ -151,7 +143,6 @@ def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     agent_replay.measure(args, "x", [session("a")])
     assert {"server.a2", "server.a4"} == {name for name in recorded() if ".a" in name}
     assert recorded()["most_agents"] == {"server": 2}
-    assert recorded()["server.a2"]["tiers"] == {"host_saved_bytes": [1, 2]} and recorded()["server.a2"]["tiers_s"] == 60
     rows = iter([slow])
     agent_replay.measure(agent_replay.arguments([*common, "--server", "b", "--curve", "4"]), "x", [session("a")])
     assert {"server.a2", "server.a4", "b.a4"} == {name for name in recorded() if ".a" in name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,47 +58,41 @@ def test_load_begins_while_chunks_of_another_prompt_run():
         assert hit.cached_tokens == 3 * P
 
 
-def test_load_begins_while_all_rows_are_taken():
-    runtime = make_runtime(blocks=40, high="k4v4", window=0, host_memory=2_000_000)
+@contextlib.contextmanager
+def stored_prompt_beside(requests: int, *, blocks: int, prompt: int = 5, answer: int = 40):
+    """A server in which `requests` decode, and the stored prompt, which waits."""
+    runtime = make_runtime(blocks=blocks, high="k4v4", window=0, host_memory=2_000_000)
     with configured(runtime, 4 * P, retract_every=10**6):
         server = server_with_stored_prompt(runtime, chunk=4 * P)
-        for i in range(ROWS):
-            server.submit([10_000 * (i + 1) + j for j in range(5)], [7000 + j for j in range(40 + i)], None, None)
+        for i in range(requests):
+            tokens = [10_000 * (i + 1) + j for j in range(prompt)]
+            server.submit(tokens, [7000 + j for j in range(answer + i)], None, None)
         for _ in range(4):
             server.turn()
+        assert len(server.running_batch.reqs) == requests
         server.submit(STORED, [5001], None, None)
-        hit = list(server.requests.values())[-1]
+        yield server, list(server.requests.values())[-1]
+
+
+def test_load_begins_while_all_rows_are_taken():
+    with stored_prompt_beside(ROWS, blocks=40) as (server, hit):
         for loaded in (0, 3):  # before a decode step, a load begins in the turn after the pass
             server.turn()
-            assert len(server.running_batch.reqs) == ROWS and runtime.host_tier.loaded_blocks == loaded
+            assert len(server.running_batch.reqs) == ROWS and server.runtime.host_tier.loaded_blocks == loaded
         turns_until(server, hit.finished)
         assert hit.cached_tokens == 3 * P
 
 
 def test_nothing_is_loaded_into_memory_that_running_requests_need():
-    runtime = make_runtime(blocks=8, high="k4v4", window=0, host_memory=2_000_000)
-    with configured(runtime, 4 * P, retract_every=10**6):
-        server = server_with_stored_prompt(runtime, chunk=4 * P)
-        for i in range(2):
-            server.submit([10_000 * (i + 1) + j for j in range(3 * P)], [7000 + j for j in range(P)], None, None)
-        for _ in range(4):
-            server.turn()
-        server.submit(STORED, [5001], None, None)
-        hit = list(server.requests.values())[-1]
+    with stored_prompt_beside(2, blocks=8, prompt=3 * P, answer=P) as (server, hit):
         turns_until(server, hit.finished)
         assert server.seen["retracted"] == 0
 
 
 @pytest.mark.parametrize("memory", ["taken", "short"])
 def test_load_without_memory_is_canceled_and_asked_for_again(monkeypatch, memory):
-    runtime = make_runtime(blocks=8, high="k4v4", window=0, host_memory=2_000_000)
-    with configured(runtime, 4 * P, retract_every=10**6):
-        server = server_with_stored_prompt(runtime, chunk=4 * P)
-        server.submit([10_000 + j for j in range(5)], [7000 + j for j in range(40)], None, None)
-        for _ in range(4):
-            server.turn()
-        server.submit(STORED, [5001], None, None)
-        hit, tree = list(server.requests.values())[-1], server.tree_cache
+    with stored_prompt_beside(1, blocks=8) as (server, hit):
+        runtime, tree = server.runtime, server.tree_cache
         server.turn()
         assert len(tree.loads) == 1 and tree.queued_load_tokens > 0 and not runtime.host_tier.loading
         if memory == "taken":
@@ -113,29 +108,17 @@ def test_load_without_memory_is_canceled_and_asked_for_again(monkeypatch, memory
 
 
 def test_canceled_load_is_prefetched_again_while_all_rows_are_taken():
-    runtime = make_runtime(blocks=40, high="k4v4", window=0, host_memory=2_000_000)
-    with configured(runtime, 4 * P, retract_every=10**6):
-        server = server_with_stored_prompt(runtime, chunk=4 * P)
-        for i in range(ROWS):
-            server.submit([10_000 * (i + 1) + j for j in range(5)], [7000 + j for j in range(90)], None, None)
-        for _ in range(4):
-            server.turn()
-        server.submit(STORED, [5001], None, None)
+    with stored_prompt_beside(ROWS, blocks=40, answer=90) as (server, _):
         server.turn()
         assert server.tree_cache.cancel_queued_loads()
-        turns_until(server, lambda: runtime.host_tier.loaded_blocks == 3)
+        turns_until(server, lambda: server.runtime.host_tier.loaded_blocks == 3)
         assert len(server.running_batch.reqs) == ROWS
 
 
 def test_later_prompts_leave_memory_to_a_load_that_has_not_begun():
-    runtime = make_runtime(blocks=24, high="k4v4", window=0, host_memory=2_000_000)
-    with configured(runtime, 4 * P, retract_every=10**6):
-        server = server_with_stored_prompt(runtime, chunk=4 * P)
-        server.submit([10_000 + j for j in range(5)], [7000 + j for j in range(40)], None, None)
-        for _ in range(4):
-            server.turn()
-        server.submit(STORED, [5001], None, None)
-        tree, hit, room = server.tree_cache, server.waiting_queue[-1], runtime.capacity.reachable_tokens()
+    with stored_prompt_beside(1, blocks=24) as (server, hit):
+        tree, capacity = server.tree_cache, server.runtime.capacity
+        room = capacity.reachable_tokens()
         hit.init_next_round_input(tree)
         adder = PrefillAdder(P, tree, server.token_to_kv_pool_allocator, server.running_batch, 0.1, 10**9, 4 * P, 0)
         left = adder.rem_total_tokens
@@ -143,7 +126,7 @@ def test_later_prompts_leave_memory_to_a_load_that_has_not_begun():
         claimed = left - adder.rem_total_tokens
         assert claimed == tree.queued_load_tokens > 0
         tree.begin_loads()  # its memory is taken now
-        assert room - runtime.capacity.reachable_tokens() >= claimed and not tree.queued_load_tokens
+        assert room - capacity.reachable_tokens() >= claimed and not tree.queued_load_tokens
 
 
 class Prompts:
