@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,6 +114,27 @@ def test_canceled_load_is_prefetched_again_while_all_rows_are_taken():
         assert server.tree_cache.cancel_queued_loads()
         turns_until(server, lambda: server.runtime.host_tier.loaded_blocks == 3)
         assert len(server.running_batch.reqs) == ROWS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_cancellations_lose_nothing(seed):
+    """Stored prompts with shared prefixes arrive beside decoding, and many of their loads are canceled. Every turn
+    checks the owners of all blocks, and every eighth forward the rows that it reads."""
+    draw, canceled = random.Random(seed), 0
+    with stored_prompt_beside(2, blocks=12, answer=190) as (server, _):
+        tree, tier, prompts, server.check_every = server.tree_cache, server.runtime.host_tier, [STORED], 8
+        prompts += [[*STORED[: n * P], *range(1000 * n, 1000 * n + 2 * P), 1] for n in range(3)]
+        while len(server.running_batch.reqs) > 1 or server.waiting_queue:  # until one of the two has ended
+            if draw.random() < 0.2 and len(server.waiting_queue) < 3:
+                server.submit(draw.choice(prompts), [5001], None, None)
+            if draw.random() < 0.1:
+                tree.evict(EvictParams(num_tokens=10**9))
+            server.turn()
+            if draw.random() < 0.5:
+                canceled += tree.cancel_queued_loads()
+        turns_until(server, lambda: not server.busy and not tree.loads)
+        assert canceled >= 5 and tier.loaded_blocks >= 20 and not tree.queued_load_tokens
+        assert all(request.finished() for request in server.requests.values())
 
 
 def test_later_prompts_leave_memory_to_a_load_that_has_not_begun():

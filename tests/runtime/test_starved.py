@@ -235,8 +235,6 @@ def _server(
             for _ in range(TURNS // 2):
                 client.act()
                 server.turn()
-                if runtime.host_tier is not None and draw.random() < 0.1:
-                    server.seen["canceled"] += server.tree_cache.cancel_queued_loads()
             _finish(server, threads)
             client.check_answers()
             check_tree(server)
