@@ -56,6 +56,14 @@ from bench.e2e.serving import result_name
 TRACES, BFCL = "traces", "bfcl"
 NAMES = {TRACES: "e2e/agent_replay", BFCL: "e2e/agent_replay_bfcl"}  # result files
 SCORE_PREFIXES = {TRACES: "agents", BFCL: "agents.bfcl"}
+LABELS = {  # of servers in plots
+    "stock_bf16": "stock bf16",
+    "stock_fp8": "stock fp8",
+    "stock_fp8_hicache": "stock fp8, hierarchical cache",
+    "kvc": "kvc (k4v4)",
+    "kvc_tiers": "kvc, host memory",
+    "kvc_disk": "kvc, host memory and disk",
+}
 TITLES = {TRACES: "Recorded coding agents", BFCL: "Agents in BFCL's dialogues"}
 TOKENS = range(1000, 9000)  # ids that prompts are drawn from; every vocabulary has them
 
@@ -92,6 +100,15 @@ def prompts(session: Session, unique: str) -> Iterator[tuple[Step, list[int]]]:
 
 
 @dataclass
+class Job:
+    """A session from its first prompt to its last answer. An agent's first session counts from the step at which the
+    agent starts. `seconds` includes the `pauses`."""
+
+    seconds: float
+    pauses: float
+
+
+@dataclass
 class AnsweredPrompt:
     """One answered prompt. `shared`: number of its tokens that were also in the session's previous prompt. The first
     prompt of a dialogue shares its tool tokens if an earlier session had the same ones."""
@@ -101,7 +118,7 @@ class AnsweredPrompt:
     shared: int
     ended: float
     first: bool  # the agent's first prompt
-    last: bool  # the session's last prompt
+    job: Job | None = None  # the session, if this was its last prompt
 
 
 class Replay:
@@ -150,7 +167,7 @@ class Replay:
         rng, first = random.Random(f"{self.seed} {agent}"), True
         try:
             for number in itertools.count(agent, self.agents):
-                session = self.sessions[number % len(self.sessions)]
+                session, began, pauses = self.sessions[number % len(self.sessions)], None, 0.0
                 skipped = rng.randrange(len(session.steps)) if first else 0
                 for i, (step, prompt) in enumerate(prompts(session, f"{self.seed} {number}")):
                     if i == 0 and self.are_new(prompt[: session.tools]):
@@ -159,8 +176,13 @@ class Replay:
                         continue
                     if not first and self.stop.wait(step.pause):
                         return
+                    if began is None:
+                        began = time.monotonic()
+                    else:
+                        pauses += step.pause
                     answer = self.server.complete(prompt, step.answer)
-                    self.record(answer, step, first, i == len(session.steps) - 1)
+                    last = i == len(session.steps) - 1
+                    self.record(answer, step, first, Job(time.monotonic() - began, pauses) if last else None)
                     first = False
                     if self.stop.is_set():
                         return
@@ -176,9 +198,9 @@ class Replay:
             self.known_tools.add(tuple(tools))
         return new
 
-    def record(self, answer: Answer, step: Step, first: bool, last: bool) -> None:
+    def record(self, answer: Answer, step: Step, first: bool, job: Job | None) -> None:
         with self.lock:
-            self.answered.append(AnsweredPrompt(answer, step.prompt, step.shared, time.monotonic(), first, last))
+            self.answered.append(AnsweredPrompt(answer, step.prompt, step.shared, time.monotonic(), first, job))
             self.started += first
             if self.started == self.agents:
                 self.ramped_up.set()
@@ -195,11 +217,16 @@ def summary(answered: Sequence[AnsweredPrompt], seconds: float) -> dict[str, Any
     # SGLang also counts the tokens that a retracted request hits when it resumes, so the sum may exceed the prompt.
     cached = sum(min(s.answer.cached, s.answer.prompt) for s in known)
     out: dict[str, Any] = {"answers": len(answered), "answers_h": 3600 * len(answered) / seconds}
-    out["sessions_h"] = 3600 * sum(s.last for s in answered) / seconds
+    jobs = [s.job for s in answered if s.job is not None]
+    out["sessions_h"] = 3600 * len(jobs) / seconds
     out["from_cache"] = cached / total if known else None
     recomputed = sum(max(0, min(s.shared, s.prompt - 1) - s.answer.cached) for s in known)
     out["computed_again"] = recomputed / total if known else None
-    for name, values in (("first_token_s", first), ("output_token_s", rest or [0.0])):
+    spans = {"first_token_s": first, "output_token_s": rest or [0.0]}
+    if jobs:
+        spans["job_s"] = [job.seconds for job in jobs]
+        out["job_share_paused"] = sum(job.pauses for job in jobs) / sum(spans["job_s"])
+    for name, values in spans.items():
         out |= {f"{name}_p{round(100 * q)}": percentile(values, q) for q in (0.5, 0.9, 0.99)}
     return out
 
@@ -288,7 +315,8 @@ def plot(name: str, title: str) -> None:
     record = json.loads((RESULTS / f"{name}.json").read_text())
     figure, axis = pyplot.subplots(figsize=(6.5, 4))
     for server, rows in points(record["numbers"]).items():
-        (line,) = axis.plot([n for n, _ in rows], [row["first_token_s_p90"] for _, row in rows], "o-", label=server)
+        agents, first_token = [n for n, _ in rows], [row["first_token_s_p90"] for _, row in rows]
+        (line,) = axis.plot(agents, first_token, "o-", label=LABELS.get(server, server))
         for n, row in rows:
             if not meets_targets(row):
                 axis.plot(n, row["first_token_s_p90"], "o", color=line.get_color(), markerfacecolor="white")

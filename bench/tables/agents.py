@@ -94,16 +94,26 @@ def _details(curve: dict[int, dict[str, dict]], marks: dict[str, str]) -> list[s
             "" if again is None else f"{100 * again:.1f} %",
             f"{row['answers_h']:.0f}",
             f"{row['sessions_h']:.0f}",
+            _job(row),
             _rates(row, "host_saved_bytes", "host_loaded_bytes"),
             _rates(row, "disk_written_bytes", "disk_read_bytes"),
         ])  # fmt: skip
     text = (
         "Other figures of the same points: 99th percentiles, prompt tokens that are computed a second time, answers "
-        "and ended sessions per hour, and GB/s to / from host memory and disk. These rates also cover the ramp-up if "
-        "the file has no `tiers_s`. Stock servers do not report theirs."
+        "and ended sessions per hour, the p50 / p90 seconds of these sessions and the share of them spent in pauses, "
+        "and GB/s to / from host memory and disk. An agent's first session counts from the step at which the agent "
+        "starts. GB/s also cover the ramp-up if the file has no `tiers_s`. Stock servers do not report theirs."
     )
-    head = ["point", "first token, p99", "output token, p99", "again", "answers/h", "sessions/h", "host", "disk"]
+    rates = ["again", "answers/h", "sessions/h", "session", "host", "disk"]
+    head = ["point", "first token, p99", "output token, p99", *rates]
     return [text, "", *lines(head, rows)]
+
+
+def _job(row: dict) -> str:
+    """Times of ended sessions; empty for older rows and if none ended."""
+    if "job_s_p50" not in row:
+        return ""
+    return f"{row['job_s_p50']:.0f} / {row['job_s_p90']:.0f} s; {100 * row['job_share_paused']:.0f} %"
 
 
 def _rates(row: dict, out: str, back: str) -> str:

@@ -15,6 +15,7 @@ from bench.e2e.agent_replay import (
     Answer,
     AnsweredPrompt,
     Completions,
+    Job,
     Replay,
     most_agents,
     prompts,
@@ -75,14 +76,21 @@ def test_steps_are_counted_after_ramp_up():
     assert row["first_token_s_p90"] == 0.5 and row["output_token_s_p90"] == pytest.approx(0.02)
     assert row["sessions_h"] == pytest.approx(row["answers_h"] / 3, rel=0.3)
     assert 0.4 < row["measured_s"] < 1.5
+    # Steps take at least 1 ms, and the second step waits for 10 ms. An agent may enter its first session later.
+    jobs = [s.job for s in replay.answered if s.job]
+    assert sum(job.pauses == 0.01 for job in jobs) >= len(jobs) - 3 and {job.pauses for job in jobs} <= {0.0, 0.01}
+    assert all(job.seconds > job.pauses + 0.001 for job in jobs)
+    assert 0.01 < row["job_s_p50"] <= row["job_s_p90"] and 0.05 < row["job_share_paused"] < 1
 
 
 def test_recomputed_tokens_are_counted():
-    seen = [AnsweredPrompt(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 380)]
+    seen = [AnsweredPrompt(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False) for cached in (60, 20, 380)]
     row = summary(seen, 10.0)
     assert row["from_cache"] == pytest.approx(180 / 300) and row["computed_again"] == pytest.approx(40 / 300)
-    silent = summary([AnsweredPrompt(Answer(1.0, 2.0, 3), 100, 60, 0.0, False, True)], 10.0)
+    silent = summary([AnsweredPrompt(Answer(1.0, 2.0, 3), 100, 60, 0.0, False, Job(4.0, 1.0))], 10.0)
     assert silent["from_cache"] is silent["computed_again"] is None and silent["sessions_h"] == 360
+    assert silent["job_s_p50"] == silent["job_s_p99"] == 4.0 and silent["job_share_paused"] == 0.25
+    assert "job_s_p50" not in row
 
 
 def test_failed_agent_ends_run():

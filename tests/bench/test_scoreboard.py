@@ -77,6 +77,7 @@ def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     row |= {"tiers": {"host_saved_bytes": [0, 30 * 10**9], "host_loaded_bytes": [10**9, 6 * 10**9]}}
     common = {"tokens": 105000, "host_gb": 32, "seconds": 60.0, "time_scale": 0.5, "length_scale": 0.25, "endless": 0.9}
     other, third = row | {"source": "run A", "tiers": {}}, row | {"source": "run B", "tiers_s": 5}
+    third |= {"job_s_p50": 40.4, "job_s_p90": 61.6, "job_share_paused": 0.75}
     numbers = {"kvc_tiers.a8": row, "kvc.a8": other, "kvc.a16": third, "settings": common}
     numbers |= {"most_agents": {"kvc_tiers": 8, "kvc": 0}}
     write(tmp_path, "e2e/agent_replay_h200", "NVIDIA H200", numbers=numbers)
@@ -91,9 +92,9 @@ def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     assert text.count(f"| kvc | {cell} \\* | {cell} \\*\\* | < 8 |") == 2  # a mark per source; the first point missed
     assert text.count(" \\*: run A. \\*\\*: run B.") == 2
     figures = "150 s | 50 ms | 25.0 % | 900 | 30"  # bytes are averaged over the ramp-up, too, without `tiers_s`
-    assert text.count(f"| kvc tiers, 8 agents | {figures} | 3.0 / 0.5 |  |") == 2
-    assert f"| kvc, 8 agents \\* | {figures} |  |  |" in text
-    assert f"| kvc, 16 agents \\*\\* | {figures} | 6.0 / 1.0 |  |" in text
+    assert text.count(f"| kvc tiers, 8 agents | {figures} |  | 3.0 / 0.5 |  |") == 2
+    assert f"| kvc, 8 agents \\* | {figures} |  |  |  |" in text
+    assert f"| kvc, 16 agents \\*\\* | {figures} | 40 / 62 s; 75 % | 6.0 / 1.0 |  |" in text
 
 
 def test_pages_show_scores_in_text(tmp_path, monkeypatch):
