@@ -280,10 +280,10 @@ def main(argv: list[str] | None = None) -> None:
 
     results.score(
         {
-            "agents.swap_in_of_pcie": Score(median(load), unit, baseline=baseline, n=n),
+            "agents.swap_in_alone_of_pcie": Score(median(load), unit, baseline=baseline, n=n),
             "agents.swap_out_of_pcie": Score(median(save), unit, baseline=baseline, n=n),
             "agents.attention_beside_swap": slowdown("attention", "decode attention alone"),
-            "agents.decode_slowdown": slowdown("layer", "one layer's decode step alone"),
+            "agents.layer_slowdown": slowdown("layer", "one layer's decode step alone"),
         }
     )  # fmt: skip
     results.show()

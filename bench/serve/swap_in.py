@@ -212,13 +212,13 @@ def main(argv: list[str] | None = None) -> None:
     added = (load["ms_median"] - row["hit"]["ms_median"]) * needed / row["bus_ms"]
     unit = "of the time of a plain copy"
     scores = {
-        "agents.served_swap_in_of_pcie": Score(
+        "agents.swap_in_of_pcie": Score(
             row["load_of_bus"], f"{unit}, {args.tokens} tokens", "one copy of the same bytes, same bus", n=needed
         ),
-        "agents.served_swap_in_added": Score(
+        "agents.swap_in_added": Score(
             added, f"{unit}, added to the time to first token", "the same prefix on the device", n=needed
         ),
-        "agents.served_decode_slowdown": Score(
+        "agents.decode_slowdown": Score(
             row["slowdown"], f"of the time of a decode step, {steps}",
             "the steps before, less what hits on the device add", n=needed,
         ),
