@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from kvc_kernels import ops
 from kvc_patches import scheduler, weights
 from sglang_kvc.adapter.block_key import BlockKey
 from sglang_kvc.adapter.tree_disk import READ_SECONDS, _PrefixFetch
@@ -19,9 +20,11 @@ from sglang_kvc.adapter.tree_eviction import EvictionQueue
 from sglang_kvc.cache.block_store import Stored
 from sglang_kvc.cache.disk_store import DiskStore
 from sglang_kvc.cache.disk_tier import DiskTier, Fetch
+from sglang_kvc.cache.runtime import Runtime
 
 from .model import ONE_RANK, P, ToyServer, make_runtime
 from .test_disk_store import MODEL, OTHER, key_of
+from .test_prefetch import packed_block
 from .test_starved import Threads
 
 
@@ -61,6 +64,36 @@ def test_block_evicted_before_its_write_is_not_written(tier):
     assert tier.tier.memory.free_units > free
     tier._writers.turn(1)
     assert [tier.store.record_bytes(key) is not None for key in keys] == [False, True, True]
+
+
+@pytest.mark.parametrize("policy", [{"high": "k4v4"}, {"policy": "quota", "keep": 0.5}], ids=["k4v4", "quota"])
+def test_pages_have_the_same_hashes_after_a_restart(tmp_path, policy):
+    """The next server on the same folder reads every block to its device, byte for byte."""
+    keys = [key_of(i) for i in range(5)]
+
+    def server() -> tuple[Runtime, DiskTier]:
+        runtime = make_runtime(window=0, host_memory=2_000_000, **policy)
+        runtime.attach_host_tier()
+        return runtime, DiskTier(runtime.host_tier, DiskStore(tmp_path, MODEL, 1 << 24))
+
+    runtime, disk = server()
+    blocks = np.array([packed_block(runtime, i) for i in range(len(keys))])
+    before = [ops.block_digest(runtime.store, int(b), scores=False) for b in blocks]
+    disk.write_behind(runtime.host_tier.save(blocks), keys)
+    runtime.flush()
+    while len(disk.store) < len(keys):
+        disk.poll()
+
+    runtime, disk = server()
+    sizes = disk.record_sizes(keys)
+    fetch = disk.fetch(keys, sizes, sizes)
+    while not fetch.reads or not fetch.finished:
+        disk.poll()
+    assert fetch.found == len(keys)
+    loading = runtime.host_tier.load(fetch.ids)
+    runtime.settle()
+    assert [ops.block_digest(runtime.store, int(b), scores=False) for b in loading.blocks] == before
+    assert len(set(before)) == len(keys)
 
 
 def test_writes_begun_under_old_weights_stay_in_old_store(tier):
