@@ -73,7 +73,7 @@ class ReuseOrder(EvictionStrategy):
 
     def wait(self, queue: Iterable) -> None:
         """Set the waiting prompts, and finish expired sessions. Blocks of prompts that have left the queue and of
-        expired sessions are re-ranked, because the queue of evictable leaves only detects higher ranks."""
+        expired sessions are re-ranked, because the queues only detect higher ranks."""
         gone = self.sessions.wait(req.kvc_use for req in queue if hasattr(req, "kvc_use"))
         for use in (*gone, *self.sessions.expire(self._clock)):
             self._rank_again(use)
@@ -87,9 +87,9 @@ class ReuseOrder(EvictionStrategy):
         if node is None or node.component_data[FULL].lock_ref:
             return  # the request runs; the leaf is queued again when it is unlocked
         while node is not None and node is not core.root_node:
-            for leaves in (core.evictable_device_leaves, core.evictable_host_leaves):
-                if node in leaves and use in uses_of(node):
-                    leaves.add(node)
+            for queue in (core.evictable_device_leaves, core.evictable_host_leaves, self.tree.component.demotions):
+                if node in queue and use in uses_of(node):
+                    queue.add(node)
             node = node.parent
 
     @staticmethod

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..policies.ladder import next_lower
+from ..policies.ladder import next_lower, step_cost
 from .blocks import State
 from .sequence import Sequence
 
@@ -21,6 +21,7 @@ class Demotion:
     lower: int64 `[formats]`, the format id that blocks at each format id move to, 0 for none. Formats that requests
     name have no lower one, so a block's format id says whether it may move.
     lowest: int64 `[formats]`, the format id at which these moves end.
+    cost: by format id that has a lower one, high first: loss per page of the move. A lower step costs more.
     """
 
     def __init__(self, runtime: Runtime):
@@ -28,6 +29,7 @@ class Demotion:
         formats = runtime.store.block_formats
         self.lower = np.array(next_lower(formats, runtime.policy.ladder), dtype=np.int64)
         self.pages = np.array([f.pages for f in formats], dtype=np.int64)
+        self.cost = {tier: step_cost(formats[tier], formats[low]) for tier, low in enumerate(self.lower) if low}
         self.enabled = bool(self.lower.any())
         self.lowest = np.arange(len(formats))
         while (below := self.lower[self.lowest]).any():
@@ -61,7 +63,8 @@ class Demotion:
 
     def demote_running(self, seqs: Iterable[Sequence], tokens: int, *, evict: bool = False) -> bool:
         """Move blocks of running requests until `tokens` more tokens can be taken, highest tier first; whether any
-        moved. `evict`: can be taken after evicting all unlocked blocks."""
+        moved. All of them are in use, so the cheapest step comes first. `evict`: can be taken after evicting all
+        unlocked blocks."""
         ids, capacity, moved = self._running(seqs), self.runtime.capacity, False
         while self.demote(ids, capacity.missing_pages(tokens, evict=evict)):
             moved = True

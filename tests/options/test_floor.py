@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 
+from bench.common import RESULTS
 from kvc_kernels.formats import BF16, FORMATS
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.request_quality import offered
 from sglang_kvc.options.validate import check_geometry, check_pool
 from sglang_kvc.policies import make_policy
-from sglang_kvc.policies.ladder import is_below, next_lower, steps
+from sglang_kvc.policies.ladder import LOSS, is_below, next_lower, step_cost, steps
 
 from .conftest import one_sentence
 from .test_config import resolve
@@ -66,6 +68,37 @@ def test_page_size_lets_floor_save_memory(ends, block_size, head_dim):
     assert all(a > b for a, b in itertools.pairwise(pages))
     assert all(block_format.exact for block_format in block_formats)
     assert all(f.pages <= layout.block_pages(BF16) for f in block_formats[1:])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [64, 128, 256])
+def test_lower_step_costs_more_per_page(block_size, head_dim):
+    """Then the cheapest step of blocks of equal age is that of the highest tier."""
+    for high, floor in itertools.permutations(LOSS, 2):
+        if steps(high, floor):
+            config = resolve(high=high, floor=floor, block_size=block_size)
+            _, policy, block_formats = formats_of(config, head_dim=head_dim)
+            lower, path = next_lower(block_formats, policy.ladder), [1]
+            while lower[path[-1]]:
+                path.append(lower[path[-1]])
+            costs = [step_cost(block_formats[a], block_formats[b]) for a, b in itertools.pairwise(path)]
+            assert costs and 0 < costs[0] and all(a < b for a, b in itertools.pairwise(costs)), (high, floor)
+
+
+def test_losses_are_measured_means():
+    measured, models = dict.fromkeys(LOSS, 0.0), ("qwen-0.5b", "qwen-1.5b")
+    for model in models:
+        cells = raw(f"quality/policies_{model}_2048")["cells"]
+        rows = raw(f"calibrate/{model}")["formats"]
+        simulated = {x["format"]: x["kl_mean"] for x in rows if x["key_mode"] == "channel"}
+        for name in LOSS:
+            kl = cells[name]["kl"]["mean"] if name in cells else LOSS["k4v4"] * simulated["k4v8"] / simulated["k4v4"]
+            measured[name] += kl / len(models)
+    assert pytest.approx(measured, rel=0.03) == LOSS
+
+
+def raw(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())["numbers"]
 
 
 def test_named_formats_have_separate_ids():

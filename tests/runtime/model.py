@@ -12,6 +12,7 @@ from array import array
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -189,6 +190,14 @@ class ToyServer:
             ops.append(self.runtime.store, layer, slots // P, slots % P, k, -k)
         self.runtime.processed += 1
         self.runtime.harvest(self.runtime.processed)
+
+    def shrink(self, pages: int) -> None:
+        """Demote blocks of the tree until `pages` more pages are free, or none is left to demote."""
+        ledger = self.runtime.ledger
+        goal = ledger.free + pages
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.runtime.capacity, "missing_pages", lambda tokens: goal - ledger.free)
+            self.tree.component.demotions.make_room(P)
 
     # ---- what must hold
 

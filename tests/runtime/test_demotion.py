@@ -64,7 +64,32 @@ def audit(server: ToyServer) -> None:
     server.unowned = server.runtime.take([0] * len(blocks))
 
 
-def test_all_blocks_move_one_step_before_any_moves_two_or_is_dropped():
+def set_ages(server: ToyServer, ages: dict[int, int]) -> None:
+    """Let the nodes of the tree's first blocks have last been used that many accesses ago."""
+    root, component = server.tree.tree_core.root_node, server.tree.component
+    root.last_access_time += max(ages.values())
+    for node in root.children.values():
+        node.last_access_time = root.last_access_time - ages[component.blocks_of(node)[0]]
+
+
+# A step from k8v4 to k4v4 adds 0.0041 nats and saves 8 pages, and one from k4v4 to k2v2 adds 0.1447 and saves 4. A page
+# of the second costs 70.6 times as much as one of the first.
+@pytest.mark.parametrize(
+    "age, then", [(71, [K4V4, K2V2, K8V4, K8V4]), (70, [K4V4, K4V4, K8V4, K4V4]), (1, [K4V4, K4V4, K8V4, K4V4])]
+)
+def test_cold_block_moves_two_steps_before_recent_one_moves_one(age, then):
+    server = ToyServer(**LADDER)
+    cold, recent = answered(server, 0), answered(server, 1)
+    set_ages(server, {cold[0]: 1000, recent[0]: 999})
+    server.shrink(2 * 8)
+    assert formats(server, [*cold, *recent]) == [K4V4, K4V4, K8V4, K8V4]
+    set_ages(server, {cold[0]: age, recent[0]: 1})
+    server.shrink(1)
+    assert formats(server, [*cold, *recent]) == then
+    server.check()
+
+
+def test_nodes_of_similar_age_move_one_step_before_any_moves_two_or_is_dropped():
     server = ToyServer(**{**LADDER, "blocks": 12})
     kept = [answered(server, i) for i in range(8)]
     server.finish(server.admit([*prompt(0, 2), 5]))  # the first prompt is the warmest now

@@ -225,7 +225,7 @@ class Queue:
     """A toy server and the requests that wait for it."""
 
     def __init__(self, **options):
-        self.server = ToyServer(high="bf16", blocks=8, eviction="reuse", **options)
+        self.server = ToyServer(**{"high": "bf16", "blocks": 8, "eviction": "reuse", **options})
         self.waiting: list = []
 
     @property
@@ -260,6 +260,15 @@ class Queue:
             self.server.tree.evict(EvictParams(num_tokens=P))
         (victim,) = before - self.cached()
         return victim
+
+    def demoted(self) -> int:
+        """The prompt, of one block, that the next demotion moves one step."""
+        component, nodes = self.server.tree.component, self.server.tree.root_node.children.values()
+        prompts = {int(component.blocks_of(n)[0]): n.key.token_ids[0] // 1000 for n in nodes}
+        before = self.server.runtime.blocks.format_id.copy()
+        self.server.shrink(1)
+        (block,) = np.flatnonzero(self.server.runtime.blocks.format_id != before)
+        return prompts[block]
 
     def cached(self) -> set[int]:
         return {n.key.token_ids[0] // 1000 for n in self.server.tree.root_node.children.values()}
@@ -297,6 +306,32 @@ def test_prefix_of_aborted_prompt_is_evicted_in_usual_order():
     assert last_in_line.key.token_ids[0] == 2000
     queue.leave(aborted)
     assert [queue.evicted() for _ in range(2)] == [0, 2]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_blocks_of_finished_sessions_are_demoted_first_and_of_waiting_prompts_last(leaves):
+    """From k8v4 to k4v4 and on to k2v2. The rank of a prompt that leaves the queue falls."""
+    queue = Queue(high="k8v4", floor="k2v2", page_bytes=1280, window=0, blocks=12)
+    for i in range(5):
+        queue.turn(prompt(i), last=i == 2)
+    waits = [queue.arrive(prompt(i)) for i in (0, 4)]
+    assert [queue.demoted() for _ in range(3)] == [2, 2, 1]
+    if leaves:
+        queue.leave(waits[0])
+        assert [queue.demoted() for _ in range(7)] == [3, 0, 1, 3, 0, 4, 4]  # prompt 0 came back soon
+    else:
+        assert [queue.demoted() for _ in range(7)] == [3, 1, 3, 4, 0, 4, 0]
+
+
+def test_block_of_paused_session_is_demoted_by_cost_and_chance_of_return():
+    """A page of the second step costs 70.6 times as much as one of the first."""
+    for silence, first in ((69_000, 1), (71_000, 0)):
+        queue = Queue(high="k8v4", floor="k2v2", page_bytes=1280, window=0, blocks=12)
+        queue.turn(prompt(0))
+        assert queue.demoted() == 0
+        queue.server.runtime.step += silence
+        queue.turn(prompt(1))
+        assert queue.demoted() == first
 
 
 def test_slow_session_is_evicted_before_quick_one_silent_longer():
