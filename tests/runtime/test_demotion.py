@@ -15,6 +15,7 @@ from sglang_kvc.cache.sizing import HostLayout, make_layout
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.request_quality import LOSSLESS
 from sglang_kvc.policies import make_policy
+from tests.support.no_sync import NoSync
 
 from .model import P, ToyServer, make_runtime
 
@@ -121,6 +122,17 @@ def test_demotion_moves_no_more_blocks_than_needed():
     press(server)
     moved = -(-short // (2 * 2 * 2))  # two pages per head, two layers, two heads
     assert formats(server, kept) == [K8V4] * (6 - moved) + [K4V4] * moved
+
+
+def test_demotion_reads_nothing_from_the_device():
+    server = ToyServer(**LADDER)
+    blocks = [*answered(server, 0), *answered(server, 1)]
+    assert formats(server, blocks) == [K8V4] * 4
+    with NoSync():
+        server.shrink(8)
+        server.runtime.flush()
+    assert formats(server, blocks).count(K4V4) == 1
+    server.check()
 
 
 @pytest.mark.parametrize("floor, least", [("k4v4", K4V4), (None, K8V4)])
