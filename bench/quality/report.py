@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 
 from bench.common import RESULTS, ROOT
-from bench.quality import cells, findings, long_contexts
+from bench.quality import cells, findings, levels, long_contexts
 from bench.quality.asking import SEEN
 from bench.quality.merged import Merged, merged
 from bench.quality.tasks import TITLES
@@ -343,6 +343,7 @@ def _marks(row: dict) -> str:
 SECTIONS = {"quantizers": quantizers, "formats": formats, "presets": presets, "longer": longer, "policies": policies}
 SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything, "generation": generation}
 SECTIONS |= {"key-groups": key_groups, "one-shot": one_shot, "protocols": protocols}
+SECTIONS |= {"one-shot-levels": levels.table}
 SECTIONS |= {"kl-by-length": long_contexts.kl_by_length, "depths": long_contexts.needles_by_depth}
 
 
