@@ -168,6 +168,21 @@ def test_rates_of_one_shot_prompts_have_table(tmp_path):
     assert "| running requests, most | 6 | 18 | 64 |" in text and "## Speed" not in text
 
 
+def test_long_answers_show_running_batch(tmp_path):
+    def row(median: float, most: int, speed: float, **more) -> dict:
+        options = ["--kv-backend", "default", "--attention-backend", "fa3"]
+        return {"options": options, "running_median": median, "running_most": most, "output_tok_s": speed} | more
+
+    other = row(32, 50, 750.0, source="1111111 on another host")
+    numbers = {"bf16.c64": row(19.0, 25, 500.0), "fp8_e4m3.c64": other, "kvc_k4v4.c64": row(60.5, 64, 1000.0)}
+    score = {"papers__longgen__vs_bf16__k4v4": (2.0, "x")}
+    write(tmp_path, "e2e/long_answers_h100", "NVIDIA H100 80GB HBM3", numbers=numbers, **score)
+    text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert "| stock bf16, fa3 | 500 |  | 19 | 25 | H100 at 1abcdef |" in text
+    assert "| 750 |  | 32 | 50 | H100 at 1111111, another host |" in text
+    assert "| `k4v4` | 1000 | 2.00x | 60 | 64 | H100 at 1abcdef |" in text and "## Speed" not in text
+
+
 def test_one_shot_prompts_and_long_contexts_have_separate_tables():
     source = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
     points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **source}
