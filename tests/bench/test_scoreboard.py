@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from bench import scoreboard, tables
-from bench.common import ROOT, Score
+from bench.common import RESULTS, ROOT, Score
 from bench.quality import cells, intervals
 from bench.tables.text import points_lost
 
@@ -47,6 +47,12 @@ def test_rows_name_their_conditions(tmp_path):
     text = tables.tables(board, tmp_path)
     assert "| 1.50x (1.40x to 1.60x) |  | stock bf16, fa3 | 3 | 1abcdef |" in text
     assert "`one`; `two`" in text and "(`b.json`): `c`" in text
+
+
+def test_every_plot_is_on_a_page():
+    pages = "".join(page.read_text() for page in scoreboard.PAGES)
+    plots = [path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")]
+    assert plots and not [plot for plot in plots if f"bench/results/{plot})" not in pages]
 
 
 def test_gpus_are_shown_side_by_side(tmp_path):
