@@ -44,8 +44,6 @@ SINGLES = {
     "agents.served_decode_slowdown": "decode steps of this server meanwhile, time",
     "agents.served_swap_in_added": "what the load adds to the time to first token, in copies of its bytes",
     "agents.off_overhead": "host time of a scheduler turn without host memory, vs. one without the tiers' code",
-    **{f"papers.longest.{k}": f"longest prompt served in equal KV memory vs. stock bf16, {k}"
-       for k in ("k4v4", "oneshot-8x", "oneshot-16x", "oneshot-32x")},
     **{f"papers.leankv.pruned_share.{m}": f"tokens of shared contexts that leankv drops without a significant loss, {t}"
        for m, t in MODELS.items()},
     "papers.abstracts": "policies after seven eviction papers ([list](papers.md#other-methods)) that serve",

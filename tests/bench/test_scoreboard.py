@@ -189,6 +189,19 @@ def test_long_answers_show_running_batch(tmp_path):
     assert "| `k4v4` | 1000 | 2.00x | 60 | 64 | H100 at 1abcdef |" in text and "## Speed" not in text
 
 
+def test_longest_prompts_of_equal_settings_share_a_column(tmp_path):
+    def cells(**tokens: int) -> dict:
+        return {"memory": "16MiB", "chunk": 256, "cells": {name: {"tokens": n} for name, n in tokens.items()}}
+
+    write(tmp_path, "serve/longest", "CPU", 1, cells(stock=1000, k4v4=3000), papers__longest__k4v4=(3.0, "x"))
+    write(tmp_path, "serve/longest_policies", "CPU", 2, cells(stock=1000, leankv=800))
+    write(tmp_path, "serve/longest_1gb", "NVIDIA H200", 3, cells(stock=5000, k4v4=20000))
+    text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert "16MiB, chunks of 256 tokens, CPU | Qwen2.5-Coder-1.5B in 16MiB, chunks of 256 tokens, H200 |" in text
+    assert "| `balanced` (k4v4) | 3,000, 3.00x (1abcdef) | 20,000, 4.00x (3abcdef) |" in text
+    assert "| `leankv` | 800, 0.80x (2abcdef) |  |" in text and "stock fp8 |" not in text and "## Speed" not in text
+
+
 def test_one_shot_prompts_and_long_contexts_have_separate_tables():
     source = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
     points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **source}
