@@ -44,7 +44,7 @@ SINGLES = {
     "agents.served_decode_slowdown": "decode steps of this server meanwhile, time",
     "agents.served_swap_in_added": "what the load adds to the time to first token, in copies of its bytes",
     "agents.off_overhead": "host time of a scheduler turn without host memory, vs. one without the tiers' code",
-    **{f"papers.leankv.pruned_share.{m}": f"tokens of shared contexts that leankv drops without a significant loss, {t}"
+    **{f"papers.leankv.pruned_share.{m}": f"tokens that leankv drops at the thresholds calibrated by answers, {t}"
        for m, t in MODELS.items()},
     "papers.abstracts": "policies after seven eviction papers ([list](papers.md#other-methods)) that serve",
     "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",

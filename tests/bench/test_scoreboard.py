@@ -134,6 +134,22 @@ def test_preset_is_scored_on_held_out_questions(tmp_path):
     assert row["value"] == pytest.approx(-100 * 9 / 104) and "chosen" not in row["unit"]
 
 
+def test_pruned_share_is_that_of_the_calibrated_thresholds(tmp_path):
+    marks = {"em": 1.0, "of": 104, "right_to_wrong": 0, "wrong_to_right": 0}
+    record = run(104, 0, 0)
+    for cell, kept in (("leankv+alpha_low=0.04", 0.98), ("leankv+alpha_low=0.1", 0.95)):
+        record["numbers"]["cells"][cell] = {"kept": kept, "kv": marks}
+        record["numbers"]["raw"][cell] = {}
+    record["scores"] = {"papers.leankv.pruned_share.qwen-0.5b": {"value": 0.05, "unit": "share"}}
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "quality" / "policies_a.json").write_text(json.dumps(record))
+    assert "papers.leankv.pruned_share.qwen-0.5b" not in scoreboard.collect(tmp_path)
+    thresholds = {"alpha_high": 1.0, "alpha_low": 0.04, "high": "k8v4", "low": "k4v2"}
+    write(tmp_path, "calibrate_answers/a", "CPU", numbers={"model": "qwen-0.5b", "thresholds": thresholds})
+    row = scoreboard.collect(tmp_path)["papers.leankv.pruned_share.qwen-0.5b"]
+    assert row["value"] == pytest.approx(0.02) and row["file"] == "quality/policies_a.json"
+
+
 def test_calibration_score_compares_formats_with_same_key_mode(tmp_path):
     kl = {("k4v4", "channel"): 0.004, ("k4v2", "channel"): 0.01, ("k4v4", "token"): 2.0, ("k4v2", "token"): 2.0}
     formats = [{"format": name, "key_mode": mode, "kl_mean": x} for (name, mode), x in kl.items()]
