@@ -52,9 +52,9 @@ def collect(results: Path = RESULTS) -> dict[str, dict]:
         for name, score in record.get("scores", {}).items():
             name = keyed(name, record["device"])
             row = board_row(score, record, path.relative_to(results))
-            if not _of_preset(name) and (name not in board or row["date"] > board[name]["date"]):
+            if not _is_computed(name) and (name not in board or row["date"] > board[name]["date"]):
                 board[name] = row
-    board |= _presets_of(results) | _formats_of(results)
+    board |= _presets_of(results) | _formats_of(results) | _pruned_of(results)
     board |= {name: board[other] for name, other in ALIASES.items() if other in board}
     return dict(sorted(board.items()))
 
@@ -73,8 +73,9 @@ def commands(record: dict) -> list[str]:
     ]
 
 
-def _of_preset(name: str) -> bool:
-    return name.startswith("quality.") and name.split(".")[1] in PRESETS
+def _is_computed(name: str) -> bool:
+    """Whether a figure is computed from the cells of all files, whatever scores these have."""
+    return name.startswith(f"{cells.PRUNED}.") or (name.startswith("quality.") and name.split(".")[1] in PRESETS)
 
 
 def _presets_of(results: Path) -> dict[str, dict]:
@@ -101,6 +102,21 @@ def _formats_of(results: Path) -> dict[str, dict]:
         score = Score(kl["k4v2"] / kl["k4v4"], unit, "k4v4, simulated")
         row = board_row(score.to_dict(), record, path.relative_to(results))
         out[f"quality.k4v2_over_k4v4_kl.{numbers['model']}"] = row
+    return out
+
+
+def _pruned_of(results: Path) -> dict[str, dict]:
+    """Share of tokens that `leankv` drops at the thresholds calibrated by answers, for each model with a cell at
+    them."""
+    out: dict[str, dict] = {}
+    groups = [g for g in merged(results / "quality") if g.length == LENGTH and not g.first]
+    for path in sorted((results / "calibrate_answers").glob("*.json")):
+        numbers = json.loads(path.read_text())["numbers"]
+        for group in (g for g in groups if g.model == numbers["model"]):
+            if (cell := cells.calibrated_cell(group.rows, numbers["thresholds"])) is not None:
+                record, file = group.source[cell]
+                row = board_row(cells.pruned_share(group.rows[cell], cell).to_dict(), record, file.relative_to(results))
+                out[f"{cells.PRUNED}.{group.model}"] = row
     return out
 
 

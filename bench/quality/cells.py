@@ -7,7 +7,7 @@ request asks for (`k4v4@one-shot:8x`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,17 +89,29 @@ def one_shot_scores(rows: dict[str, dict], model: str) -> dict[str, Score]:
     return out
 
 
-def pruned_share(rows: dict[str, dict], model: str) -> dict[str, Score]:
-    """Largest share of tokens that a `leankv` cell drops without a significant loss in any task; 0 if none does."""
-    best, cell = 0.0, "no cell"
-    cells = {n: r for n, r in rows.items() if n.split("+")[0] == "leankv"}
-    for name, row in cells.items():
-        marks = [row[task] for task in TITLES if "right_to_wrong" in row.get(task, {})]
-        lossless = marks and all((delta(m).high or 0.0) >= 0 for m in marks)
-        if lossless and 1 - row["kept"] > best:
-            best, cell = 1 - row["kept"], name
-    unit = f"share of tokens dropped without a significant loss in a task, {cell}"
-    return {f"papers.leankv.pruned_share.{model}": Score(best, unit, REFERENCE)} if cells else {}
+PRUNED = "papers.leankv.pruned_share"
+
+
+def calibrated_cell(names: Iterable[str], thresholds: dict) -> str | None:
+    """The `leankv` cell with the thresholds and formats that `sglang-kvc calibrate --answers` chose, otherwise with the
+    default settings; None if it is not among `names`."""
+    default = POLICIES["leankv"]()
+    for name in names:
+        settings = common.kvc_settings(name) if name.split("+")[0] == "leankv" else {}
+        fields = settings.keys() - {"policy"}
+        values = {k: type(v)(settings.get(k, getattr(default, k))) for k, v in thresholds.items()}
+        if settings and fields <= thresholds.keys() and values == thresholds:
+            return name
+    return None
+
+
+def pruned_share(row: dict, cell: str) -> Score:
+    """Share of tokens that the `leankv` cell with calibrated thresholds drops; 0 if it loses significantly in a
+    task."""
+    marks = [row[task] for task in TITLES if "right_to_wrong" in row.get(task, {})]
+    lossless = marks and all((delta(m).high or 0.0) >= 0 for m in marks)
+    unit = f"share of tokens dropped without a significant loss in a task, {cell}, thresholds calibrated by answers"
+    return Score(1 - row["kept"] if lossless else 0.0, unit, REFERENCE)
 
 
 PLAIN = "bf16 keys and values alone"

@@ -163,7 +163,6 @@ class Harness:
                 scores = cells.one_shot_scores(rows, self.args.model)
             else:
                 scores = cells.scores(rows, self.args.model, self.args.first, self.args.length)
-                scores |= cells.pruned_share(rows, self.args.model)
             numbers["raw"] = self.raw
             return common.write_result(self.args.name, numbers, scores=scores, quiet=True, path=self.args.out)
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 
 from bench.common import RESULTS, ROOT
-from bench.quality import cells, findings, long_contexts
+from bench.quality import cells, findings, levels, long_contexts, points
 from bench.quality.asking import SEEN
 from bench.quality.merged import Merged, merged
 from bench.quality.tasks import TITLES
@@ -261,24 +261,6 @@ def one_shot() -> str:
     return table(head, rows) if rows else ""
 
 
-def protocols() -> str:
-    """Table of the published policies at equal bytes: with the question in the prompt, and with questions later."""
-    rows = []
-    for group in groups(MAIN):
-        seen = numbers(f"quality/seen_{group.model}_{MAIN}_papers.json")
-        for cell, row in sorted(seen["cells"].items(), key=_right, reverse=True) if seen else []:
-            later = _marks(group.rows[cell]) if cell in group.rows else ""
-            size = "" if cell == cells.STOCK else f"{row['ratio_body']:.1f}x"
-            rows.append([MODELS[group.model], f"`{cell}`", size, _marks(row), later])
-    head = ["model", "", "size", "question in the prompt: needles / dictionary", "questions later"]
-    return table(head, rows) if rows else ""
-
-
-def _right(cell: tuple[str, dict]) -> int:
-    """Right answers of a named cell."""
-    return sum(cell[1][task]["right"] for task in findings.TASKS)
-
-
 _ORDER = ("qwen-0.5b", "qwen-1.5b", "smollm2")
 
 
@@ -342,7 +324,9 @@ def _marks(row: dict) -> str:
 
 SECTIONS = {"quantizers": quantizers, "formats": formats, "presets": presets, "longer": longer, "policies": policies}
 SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything, "generation": generation}
-SECTIONS |= {"key-groups": key_groups, "one-shot": one_shot, "protocols": protocols}
+SECTIONS |= {"key-groups": key_groups, "one-shot": one_shot, "protocols": points.protocols}
+SECTIONS |= {"one-shot-levels": levels.table, "longer-contexts": points.longer_contexts}
+SECTIONS |= {"leankv-later": points.leankv_later, "leankv-seen": points.leankv_seen}
 SECTIONS |= {"kl-by-length": long_contexts.kl_by_length, "depths": long_contexts.needles_by_depth}
 
 

@@ -9,6 +9,8 @@ from bench.common import RESULTS
 
 from .agents import agents
 from .formats import decode, formats
+from .long_answers import long_answers
+from .longest import longest
 from .questions import long_contexts, one_shot, presets
 from .rates import rates
 from .singles import SINGLES, singles
@@ -22,7 +24,7 @@ def tables(board: dict[str, dict], results: Path = RESULTS) -> str:
     """Markdown lines of all tables, pictures and commands."""
     used: set[str] = set()
     text: list[str] = []
-    measured = (partial(make, results=results) for make in (agents, rates))
+    measured = (partial(make, results=results) for make in (agents, rates, long_answers, longest))
     for make in (formats, decode, presets, one_shot, long_contexts, *measured):
         part, names = make(board)
         text, used = [*text, *part], used | names

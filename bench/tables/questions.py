@@ -15,7 +15,9 @@ stock answers fewer than one question in twenty. `*`: the preset was chosen on t
 run. The weights are dequantized from 4-bit GGUF uploads ([models](quality.md#models))."""
 
 ONE_SHOT_NOTE = """Prompts of 2048 tokens with the question inside, sent with `"kvc": "one-shot:8x"` and so on. Each
-cell is the change in correct answers of 104 against stock SGLang in bf16 of the same run, in points."""
+cell is the change in correct answers of 104 against stock SGLang in bf16 of the same run, in points. The ratio is that
+of full packed blocks; a whole request is [compressed less](quality.md#one-shot-prompts). The 0.5B model answers fresh
+needles and dictionary questions here. On the first ones it loses more in the dictionary at 64x (same page)."""
 LONG_NOTE = """Contexts of 30,000 tokens, the question behind them. Each cell is the change in correct answers of 104
 against stock SGLang in bf16 of the same run, in points; KL is in nats per token."""
 

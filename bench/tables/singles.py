@@ -44,18 +44,7 @@ SINGLES = {
     "agents.decode_slowdown": "decode steps of this server meanwhile, time",
     "agents.swap_in_added": "what the load adds to the time to first token, in copies of its bytes",
     "agents.off_overhead": "host time of a scheduler turn without host memory, vs. one without the tiers' code",
-    "papers.longgen.vs_bf16.k4v4": "output tokens/s vs. stock bf16, 64 x (512 in + 8192 out), k4v4",
-    "papers.longgen.vs_bf16.leankv": "the same, leankv",
-    "papers.longgen.vs_bf16.leankv-sampled": "the same, leankv with --kvc-observe all/16",
-    "papers.longgen.vs_bf16.kv-compress-8x": "the same, kv-compress in k4v4, budget 8x",
-    "papers.longgen.vs_bf16.kv-compress-16x": "the same, budget 16x",
-    "papers.longgen_text.vs_bf16.k4v4": "the same load with prompts from a text, Qwen2.5-Coder-1.5B, k4v4",
-    "papers.longgen_text.vs_bf16.leankv": "the same, leankv",
-    "papers.longgen_text.vs_bf16.leankv-calibrated": "the same, leankv at the thresholds calibrated by answers",
-    "papers.longgen_text.vs_bf16.leankv-small-pages": "the same, pages of 3776 bytes instead of 6464",
-    **{f"papers.longest.{k}": f"longest prompt served in equal KV memory vs. stock bf16, {k}"
-       for k in ("k4v4", "oneshot-8x", "oneshot-16x", "oneshot-32x")},
-    **{f"papers.leankv.pruned_share.{m}": f"tokens of shared contexts that leankv drops without a significant loss, {t}"
+    **{f"papers.leankv.pruned_share.{m}": f"tokens that leankv drops at the thresholds calibrated by answers, {t}"
        for m, t in MODELS.items()},
     "papers.abstracts": "policies after seven eviction papers ([list](papers.md#other-methods)) that serve",
     "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",

@@ -208,18 +208,23 @@ def test_one_shot_scores_are_lost_points():
     assert scores["papers.oneshot.16x.m.kv.delta"].value == pytest.approx(-2)
 
 
-def test_pruned_share_is_that_of_the_best_lossless_leankv_cell():
+def test_pruned_share_is_zero_with_a_significant_loss():
     same, lost = ({"right_to_wrong": n, "wrong_to_right": 1, "of": 100, "em": 0.9} for n in (1, 20))
-    rows = {
-        "k4v4": {"kept": 0.1, "kv": same},
-        "leankv": {"kept": 0.9, "kv": same, "niah": same},
-        "leankv+alpha_low=1": {"kept": 0.5, "kv": same, "niah": lost},
-    }
-    scores = cells.pruned_share(rows, "m")
-    assert scores["papers.leankv.pruned_share.m"].value == pytest.approx(0.1)
-    assert scores["papers.leankv.pruned_share.m"].unit.endswith(", leankv")
-    assert cells.pruned_share({"leankv": {"kept": 0.5, "kv": lost}}, "m")["papers.leankv.pruned_share.m"].value == 0
-    assert not cells.pruned_share({"k4v4": {"kept": 0.5, "kv": same}}, "m")
+    score = cells.pruned_share({"kept": 0.9, "kv": same, "niah": same}, "leankv+alpha_low=0.04")
+    assert score.value == pytest.approx(0.1)
+    assert score.unit.endswith(", leankv+alpha_low=0.04, thresholds calibrated by answers")
+    assert cells.pruned_share({"kept": 0.5, "kv": same, "niah": lost}, "leankv").value == 0
+
+
+def test_calibrated_cell_has_exactly_the_chosen_thresholds():
+    chosen = {"alpha_high": 1.0, "alpha_low": 0.04, "high": "k8v4", "low": "k4v2"}
+    others = ["k4v4", "leankv", "leankv+alpha_high=5+alpha_low=0.04", "leankv+alpha_low=0.04+high=k4v4"]
+    others += ["leankv+alpha_low=0.04+observe=64"]
+    assert cells.calibrated_cell(others, chosen) is None
+    assert cells.calibrated_cell([*others, "leankv+alpha_low=0.04"], chosen) == "leankv+alpha_low=0.04"
+    explicit = "leankv+alpha_high=1+alpha_low=0.04"
+    assert cells.calibrated_cell([explicit], chosen) == explicit
+    assert cells.calibrated_cell(["leankv"], chosen | {"alpha_low": 0.02}) == "leankv"
 
 
 def test_no_cell_starts_after_deadline(harness):

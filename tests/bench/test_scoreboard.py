@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from bench import scoreboard, tables
-from bench.common import ROOT, Score
+from bench.common import RESULTS, ROOT, Score
 from bench.quality import cells, intervals
 from bench.tables.text import points_lost
 
@@ -47,6 +47,12 @@ def test_rows_name_their_conditions(tmp_path):
     text = tables.tables(board, tmp_path)
     assert "| 1.50x (1.40x to 1.60x) |  | stock bf16, fa3 | 3 | 1abcdef |" in text
     assert "`one`; `two`" in text and "(`b.json`): `c`" in text
+
+
+def test_every_plot_is_on_a_page():
+    pages = "".join(page.read_text() for page in scoreboard.PAGES)
+    plots = [path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")]
+    assert plots and not [plot for plot in plots if f"bench/results/{plot})" not in pages]
 
 
 def test_gpus_are_shown_side_by_side(tmp_path):
@@ -128,6 +134,22 @@ def test_preset_is_scored_on_held_out_questions(tmp_path):
     assert row["value"] == pytest.approx(-100 * 9 / 104) and "chosen" not in row["unit"]
 
 
+def test_pruned_share_is_that_of_the_calibrated_thresholds(tmp_path):
+    marks = {"em": 1.0, "of": 104, "right_to_wrong": 0, "wrong_to_right": 0}
+    record = run(104, 0, 0)
+    for cell, kept in (("leankv+alpha_low=0.04", 0.98), ("leankv+alpha_low=0.1", 0.95)):
+        record["numbers"]["cells"][cell] = {"kept": kept, "kv": marks}
+        record["numbers"]["raw"][cell] = {}
+    record["scores"] = {"papers.leankv.pruned_share.qwen-0.5b": {"value": 0.05, "unit": "share"}}
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "quality" / "policies_a.json").write_text(json.dumps(record))
+    assert "papers.leankv.pruned_share.qwen-0.5b" not in scoreboard.collect(tmp_path)
+    thresholds = {"alpha_high": 1.0, "alpha_low": 0.04, "high": "k8v4", "low": "k4v2"}
+    write(tmp_path, "calibrate_answers/a", "CPU", numbers={"model": "qwen-0.5b", "thresholds": thresholds})
+    row = scoreboard.collect(tmp_path)["papers.leankv.pruned_share.qwen-0.5b"]
+    assert row["value"] == pytest.approx(0.02) and row["file"] == "quality/policies_a.json"
+
+
 def test_calibration_score_compares_formats_with_same_key_mode(tmp_path):
     kl = {("k4v4", "channel"): 0.004, ("k4v2", "channel"): 0.01, ("k4v4", "token"): 2.0, ("k4v2", "token"): 2.0}
     formats = [{"format": name, "key_mode": mode, "kl_mean": x} for (name, mode), x in kl.items()]
@@ -166,6 +188,34 @@ def test_rates_of_one_shot_prompts_have_table(tmp_path):
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
     assert "|  | stock bf16 | 1x | 64x |" in text and "| vs. stock bf16 | 1.00x | 2.00x | 4.00x |" in text
     assert "| running requests, most | 6 | 18 | 64 |" in text and "## Speed" not in text
+
+
+def test_long_answers_show_running_batch(tmp_path):
+    def row(median: float, most: int, speed: float, **more) -> dict:
+        options = ["--kv-backend", "default", "--attention-backend", "fa3"]
+        return {"options": options, "running_median": median, "running_most": most, "output_tok_s": speed} | more
+
+    other = row(32, 50, 750.0, source="1111111 on another host")
+    numbers = {"bf16.c64": row(19.0, 25, 500.0), "fp8_e4m3.c64": other, "kvc_k4v4.c64": row(60.5, 64, 1000.0)}
+    score = {"papers__longgen__vs_bf16__k4v4": (2.0, "x")}
+    write(tmp_path, "e2e/long_answers_h100", "NVIDIA H100 80GB HBM3", numbers=numbers, **score)
+    text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert "| stock bf16, fa3 | 500 |  | 19 | 25 | H100 at 1abcdef |" in text
+    assert "| 750 |  | 32 | 50 | H100 at 1111111, another host |" in text
+    assert "| `k4v4` | 1000 | 2.00x | 60 | 64 | H100 at 1abcdef |" in text and "## Speed" not in text
+
+
+def test_longest_prompts_of_equal_settings_share_a_column(tmp_path):
+    def cells(**tokens: int) -> dict:
+        return {"memory": "16MiB", "chunk": 256, "cells": {name: {"tokens": n} for name, n in tokens.items()}}
+
+    write(tmp_path, "serve/longest", "CPU", 1, cells(stock=1000, k4v4=3000), papers__longest__k4v4=(3.0, "x"))
+    write(tmp_path, "serve/longest_policies", "CPU", 2, cells(stock=1000, leankv=800))
+    write(tmp_path, "serve/longest_1gb", "NVIDIA H200", 3, cells(stock=5000, k4v4=20000))
+    text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert "16MiB, chunks of 256 tokens, CPU | Qwen2.5-Coder-1.5B in 16MiB, chunks of 256 tokens, H200 |" in text
+    assert "| `balanced` (k4v4) | 3,000, 3.00x (1abcdef) | 20,000, 4.00x (3abcdef) |" in text
+    assert "| `leankv` | 800, 0.80x (2abcdef) |  |" in text and "stock fp8 |" not in text and "## Speed" not in text
 
 
 def test_one_shot_prompts_and_long_contexts_have_separate_tables():
