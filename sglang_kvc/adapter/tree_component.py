@@ -111,14 +111,14 @@ class BlockComponent(FullComponent):
 
     def _dec_session_coverage(self, session_id, leaf) -> None:
         super()._dec_session_coverage(session_id, leaf)
-        self._queue_again(leaf)
+        self.queue_again(leaf)
 
     def _recede_session_coverage(self, session_id, leaf, fallback) -> None:
         super()._recede_session_coverage(session_id, leaf, fallback)
-        self._queue_again(leaf)
+        self.queue_again(leaf)
 
-    def _queue_again(self, leaf) -> None:
-        """Enter a leaf again, with a lower rank, when its session has ended."""
+    def queue_again(self, leaf) -> None:
+        """Enter a leaf again, whose rank has fallen."""
         queue = self.tree_core.evictable_device_leaves
         if leaf in queue:
             queue.add(leaf)

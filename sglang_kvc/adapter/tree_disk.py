@@ -133,10 +133,13 @@ class DiskCache(HostCache):
         """Save the nodes on the path to `node_id` whose blocks will not be packed again, so that they reach the disk.
 
         Nodes that went to the disk before are skipped even if host memory has dropped them. Their eviction from the
-        device will save them. Ranks do not ask their disks, which may differ, because they must save the same nodes."""
+        device will save them. Ranks do not ask their disks, which may differ, because they must save the same nodes.
+
+        One turn saves no more than host memory holds, since later saves would displace earlier ones before they are
+        written. The next turn or the eviction saves the rest."""
         if not self._uses_disk:
             return
-        blocks = self.runtime.blocks
+        blocks, left = self.runtime.blocks, self.host_tier.memory.num_units
         for node in self._path(self.tree_core.node_by_id(node_id)):
             if node.backuped or node.evicted or node.write_through_pending_id is not None:
                 continue
@@ -144,9 +147,17 @@ class DiskCache(HostCache):
                 continue
             ids = self.component.blocks_of(node)
             waiting = (blocks.state[ids] == State.OPEN) & (blocks.window_count[ids] > 0)
-            if not waiting.any():
-                self._execute_and_commit_kv_backup(BackupKV(node_ids=[node.id]), write_back=True)
-                self.writing_check(write_back=True)
+            if waiting.any():
+                continue
+            units = self.host_tier.units_of(ids).cumsum()
+            fits = int(np.count_nonzero(units <= left))
+            if not fits:
+                return
+            if fits < len(ids):
+                node = self._split(node, fits)
+            left -= int(units[fits - 1])
+            self._execute_and_commit_kv_backup(BackupKV(node_ids=[node.id]), write_back=True)
+            self.writing_check(write_back=True)
 
     # ---- from the disk
 
@@ -155,8 +166,9 @@ class DiskCache(HostCache):
         waits for them.
 
         There is one lookup per prompt, and another one after each retraction and whenever less of the prompt is in the
-        tree than after the last lookup. While another prompt reads the same records, this one waits, and then hits
-        them. Each rank looks for its own records, and the ranks agree on the number that all have.
+        tree than after the last lookup. If host memory had no room for all records, there is also one when the blocks
+        before the remaining records are on the device. While another prompt reads the same records, this one waits, and
+        then hits them. Each rank looks for its own records, and the ranks agree on the number that all have.
         """
         if not self._uses_disk or req.kvc_private:
             return False
@@ -168,9 +180,11 @@ class DiskCache(HostCache):
             return True
         node, p = self.tree_core.node_by_id(req.best_match_node), self.page_size
         begin, lookups = sum(len(n.key) for n in self._path(node)), getattr(req, "kvc_lookups", 0)
-        if getattr(req, "kvc_fetched", False) and (begin >= req.kvc_found or lookups >= MOST_LOOKUPS):
-            return False
-        req.kvc_fetched, req.kvc_found = True, begin
+        if getattr(req, "kvc_fetched", False):
+            continues = begin < req.kvc_found or (req.kvc_records_left and not node.evicted)
+            if not continues or lookups >= MOST_LOOKUPS:
+                return False
+        req.kvc_fetched, req.kvc_found, req.kvc_records_left = True, begin, False
         end = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)) // p * p
         if end <= begin:
             req.kvc_waits_since = None
@@ -198,10 +212,12 @@ class DiskCache(HostCache):
         n, room = self._agreed(len(sizes)), []
         if n and fetched.host_lock is not None:
             room = self.runtime.reduce_max(torch.tensor(sizes[:n])).tolist()
-        n, req = self._fitting(room), fetched.req
+        n, req = self._fitting(fetched, room), fetched.req
         waits = n < len(room) and self._waits_for_room(req)
         if not waits:
             req.kvc_waits_since = None
+            # If no record fits, only a load of the anchor makes room.
+            req.kvc_records_left = n < len(room) and (n > 0 or self.tree_core.node_by_id(fetched.anchor).evicted)
         if not n or waits:
             if fetched.host_lock is not None:
                 self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
@@ -226,11 +242,19 @@ class DiskCache(HostCache):
         self.may_have_room = req.kvc_fetched = False
         return True
 
-    def _fitting(self, sizes: list[int]) -> int:
-        """Number of records of these sizes, from the first on, that fit in host memory after dropping others."""
+    def _fitting(self, fetched: _PrefixFetch, sizes: list[int]) -> int:
+        """Number of records of these sizes, from the first on, that fit in host memory after dropping others.
+
+        If the anchor is on the device, it stays in the tree without its copy in host memory, which is dropped, too."""
+        if not sizes:
+            return 0
         ends = self.host_tier.units_of_bytes(sizes).cumsum()
-        if len(ends):
-            self._make_host_room(int(ends[-1]))
+        on_device = not self.tree_core.node_by_id(fetched.anchor).evicted
+        if on_device:
+            self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
+        self._make_host_room(int(ends[-1]))
+        if on_device:
+            fetched.host_lock = self.inc_host_lock_ref(fetched.anchor).to_dec_params()
         return int(np.count_nonzero(ends <= self.host_tier.memory.free_units))
 
     @property

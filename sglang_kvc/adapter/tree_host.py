@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_kvc")
 FULL = ComponentType.FULL
+PARTS = 4  # of host memory; an eviction makes room there for at most one part, or one block, at a time
 
 
 class Hit(Enum):
@@ -127,6 +128,36 @@ class HostCache(UnifiedRadixCache):
         return bool(self.loads)
 
     # ---- to the host: SGLang's eviction of a leaf without a host value asks for a backup first
+
+    def _evict_device_leaf(self, node_id, tracker):
+        if self.host_tier is not None:
+            self._split_to_fit(self.tree_core.node_by_id(node_id))
+        return super()._evict_device_leaf(node_id, tracker)
+
+    def _split_to_fit(self, leaf) -> None:
+        """Split a leaf that is about to be evicted if it does not fit in free host memory, or in one part of it.
+
+        Its last blocks, as many as fit, keep its id and are evicted. The first blocks become the next leaf. They stay
+        on the device until more of its memory is needed, so that the last blocks can reach the disk before host memory
+        drops them for the first ones."""
+        if leaf.backuped:
+            return
+        memory, units = self.host_tier.memory, self.host_tier.units_of(self.component.blocks_of(leaf))[::-1].cumsum()
+        if units[0] > memory.num_units:
+            return
+        most = max(memory.free_units, memory.num_units // PARTS, int(units[0]))
+        self._make_host_room(min(int(units[-1]), most))
+        fits = int(np.count_nonzero(units <= min(most, memory.free_units)))
+        if 0 < fits < len(units):
+            self._split(leaf, len(units) - fits)
+
+    def _split(self, node, blocks: int) -> Any:
+        """Move the first `blocks` blocks of `node` to a new parent, which is returned. This does not count as a use."""
+        used = node.last_access_time
+        parent, _ = self.tree_core._split_node(node.key, node, blocks * self.page_size)
+        parent.last_access_time = node.last_access_time = used
+        self.component.queue_again(node)
+        return parent
 
     def _execute_kv_backup(self, node_id, device_value, comp_xfers, sidecar_xfers):
         """Slots of the stored blocks. None if host memory has no room for them; the leaf is then dropped."""

@@ -180,3 +180,37 @@ def test_failed_eviction_keeps_what_it_evicted_before():
     evict_all(server)
     assert tier.stored == 6 and server.allocator.used_slots() == 0
     server.check()
+
+
+NEWER = 5000  # first token of the newer leaf
+
+
+def server_without_room(blocks: int, host_memory: int, free: int) -> tuple[ToyServer, list[bytes]]:
+    """A server whose tree has a leaf of this many blocks and a newer one of one block, and the content of the first.
+    All but `free` units of host memory are locked."""
+    server = ToyServer(high="k4v4", window=0, blocks=blocks + 4, host_memory=host_memory)
+    server.tree.init_hicache(ONE_RANK, None)
+    for prompt in ([*range(blocks * P), 1], [*range(NEWER, NEWER + P), 1]):
+        server.finish(server.admit(prompt))
+    server.runtime.settle()
+    leaf = next(iter(server.tree.root_node.children.values()))
+    content = [ops.block_digest(server.runtime.store, b, scores=False) for b in server.tree.path_blocks(leaf.id)]
+    memory = server.runtime.host_tier.memory
+    memory.take(memory.free_units - free)
+    return server, content
+
+
+@pytest.mark.parametrize(
+    "host_memory, free", [(64_000, 5), (200_000, 3)], ids=["larger than host memory", "locked host memory"]
+)
+def test_leaf_without_room_in_host_memory_is_evicted_from_its_end(host_memory, free):
+    """It is evicted before a newer leaf. Host memory keeps as many of its first blocks as fit."""
+    server, content = server_without_room(8, host_memory, free)
+    tree, tier, evictions = server.tree, server.runtime.host_tier, 0
+    while tree.evictable_slots() > P:
+        tree.evict(EvictParams(num_tokens=1))
+        server.check()
+        evictions += 1
+    (newer,) = (node for node in _nodes(tree) if not node.evicted)
+    assert newer.key.token_ids[0] == NEWER and evictions > 1
+    assert 0 < tier.stored <= free and set(stored_bytes(server.runtime)) == set(content[: tier.stored])

@@ -9,6 +9,9 @@ from unittest.mock import MagicMock
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from kvc_kernels import ops
+
+from .audit import _nodes, check_tree
 from .model import P, make_runtime
 from .overlap import Overlap, configured
 
@@ -82,6 +85,40 @@ def test_prompts_that_arrive_together_hit_all_their_files(tmp_path, shared, own,
         cached = [request.cached_tokens // P for request in server.requests.values()]
         assert cached == [shared + own] * len(prompts)
         assert server.tree_cache.disk.store.bytes_read == size
+
+
+def digests(server: Overlap) -> list[bytes]:
+    """Content of the blocks of the tree's only path, all of which are on the device."""
+    (deepest,) = (node for node in _nodes(server.tree_cache) if not node.children)
+    server.runtime.settle()
+    blocks = server.tree_cache.path_blocks(deepest.id).tolist()
+    return [ops.block_digest(server.runtime.store, block, scores=False) for block in blocks]
+
+
+@pytest.mark.parametrize("chunk", [4 * P, 16 * P])
+@pytest.mark.parametrize("turns", [False, True], ids=["evicted", "written in turns"])
+def test_prefix_larger_than_host_memory_reaches_the_disk_and_comes_back(tmp_path, chunk, turns):
+    """Host memory holds 5 of its 16 blocks. The prompt is one node of the tree, or four."""
+    prompt = [*tokens(1, 16), 1]
+    with serve(tmp_path, host=64_000, chunk=chunk) as server:
+        tree, store = server.tree_cache, server.tree_cache.disk.store
+        assert tree.host_tier.memory.num_units == 5
+        for on_disk in (5, 10, 15, 16) if turns else (5,):
+            server.submit(prompt, [5], None, None)
+            run(server)
+            finish_writes(server)
+            assert len(store) == on_disk
+        before = digests(server)
+        while tree.evictable_slots():
+            tree.evict(EvictParams(num_tokens=1))
+            finish_writes(server)
+            check_tree(server)
+        assert len(store) == 16
+        tree.evict_host(10**9)
+        server.submit(prompt, [6], None, None)
+        run(server)
+        assert list(server.requests.values())[-1].cached_tokens == 16 * P
+        assert digests(server) == before
 
 
 def test_prompts_find_their_files_again_after_host_memory_dropped_them(tmp_path):
