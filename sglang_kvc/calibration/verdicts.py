@@ -20,7 +20,7 @@ OK, LOSES, BREAKS = "ok", "loses", "breaks"  # verdicts; `measure.formats` has t
 
 @dataclass(frozen=True)
 class Chosen:
-    """LeanKV's thresholds and the formats they were measured with. 0 means never low, or never pruned."""
+    """LeanKV's thresholds and the formats they were measured with. 0 means no low tier, or no token pruned."""
 
     alpha_high: float
     alpha_low: float

@@ -220,7 +220,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         float | None,
         _option(
             "Policy leankv: a token is stored in --kvc-high if its attention score is at least this many times the "
-            "average. Default: 1.",
+            "average. 0 stores all tokens there that are not dropped. Default: 1.",
             number=True,
         ),
         NS("memory"),

@@ -131,10 +131,15 @@ def _check_policy_settings(c: KvcConfig) -> None:
         raise ConfigError(
             f"{flag('alpha_low')} {c.alpha_low:g} is negative, but attention is not; choose 0 or more, like 0.02."
         )
-    if c.alpha_low > c.alpha_high:
+    if c.alpha_high < 0:
+        raise ConfigError(
+            f"{flag('alpha_high')} {c.alpha_high:g} is negative, but attention is not; choose 0 or more, like 1."
+        )
+    if 0 < c.alpha_high < c.alpha_low:
         raise ConfigError(
             f"{flag('alpha_low')} {c.alpha_low:g} is above {flag('alpha_high')} {c.alpha_high:g}, which leaves no room "
-            f"for the low tier; choose alpha-low <= alpha-high, like 0.02 and 1."
+            f"for the low tier; choose alpha-low <= alpha-high, like 0.02 and 1, or alpha-high 0 to store all tokens "
+            f"high that are not pruned."
         )
 
 

@@ -46,7 +46,8 @@ def choose(by_high: dict[float, int], by_low: dict[float, int], of: int) -> tupl
         ({5.0: 2}, {0.02: 1, 0.04: 2, 0.1: 3, 0.3: 4}, 250, (5.0, 0.04)),
         ({2.0: 1}, {0.04: 1}, 10, (1.0, 0.02)),  # larger values that lose nothing do not count
         ({}, {0.02: 1}, 10, (5.0, 0.0)),
-        ({1.0: 1}, {}, 10, (0.0, 0.0)),
+        ({1.0: 1}, {0.1: 1}, 10, (0.0, 0.04)),  # no low tier
+        ({1.0: 1}, {0.02: 1}, 10, (0.0, 0.0)),
     ],
 )
 def test_largest_thresholds_within_limit_are_chosen(by_high, by_low, of, expected):

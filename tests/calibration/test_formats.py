@@ -94,7 +94,7 @@ def test_large_key_bias_breaks_no_keys(ids):
 
 def test_thresholds(measured):
     t, tried = measured.chosen, measured.tried
-    first = [r for r in tried if r.alpha_low == 0]
+    first = [r for r in tried if r.alpha_low == 0 < r.alpha_high]
     assert [r.alpha_high for r in first] == list(thresholds.ALPHA_HIGH)
     assert all(r.pruned == 0 and r.high + r.low == pytest.approx(1) for r in first)
     assert all(a.high >= b.high for a, b in pairwise(first))
@@ -102,8 +102,21 @@ def test_thresholds(measured):
     assert t.alpha_high == max(fine, default=0)
     assert (t.high, t.low) == ("k8v4", "k4v2")
     second = [r for r in tried if r.alpha_low > 0]
-    assert [r.alpha_low for r in second] == (list(thresholds.ALPHA_LOW) if fine else [])
+    assert [r.alpha_low for r in second] == list(thresholds.ALPHA_LOW)
+    assert {r.alpha_high for r in second} == {t.alpha_high}
     assert t.alpha_low in (0.0, *thresholds.ALPHA_LOW)
+
+
+def test_tokens_are_pruned_without_low_tier_if_no_alpha_high_qualifies(model, ids, monkeypatch):
+    monkeypatch.setattr(thresholds, "LOSS", -1.0)
+    monkeypatch.setattr(thresholds, "PRUNING_LOSS", 1e9)
+    monkeypatch.setattr(thresholds, "ALPHA_HIGH", (1.0,))
+    result = calibrate(model, ids, block=BLOCK)
+    assert (result.chosen.alpha_high, result.chosen.alpha_low) == (0.0, max(thresholds.ALPHA_LOW))
+    assert [(r.alpha_high, r.alpha_low) for r in result.tried] == [
+        (1.0, 0.0), (0.0, 0.0), *((0.0, a) for a in thresholds.ALPHA_LOW)
+    ]  # fmt: skip
+    assert all(r.low == 0 for r in result.tried[1:]) and result.tried[1].pruned == 0
 
 
 def test_header_of_two_tier_block_covers_only_kept_tokens():

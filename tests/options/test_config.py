@@ -74,6 +74,8 @@ def test_defaults():
 def test_each_policy_has_its_own_defaults():
     leankv = resolve(policy="leankv")
     assert (leankv.high, leankv.low, leankv.alpha_high, leankv.alpha_low) == ("k8v4", "k4v2", 1.0, 0.02)
+    pruning = resolve(policy="leankv", alpha_high=0, alpha_low=0.1)  # no low tier
+    assert (pruning.alpha_high, pruning.alpha_low) == (0.0, 0.1)
     assert resolve(policy="quota").keep == 0.5
     assert resolve(policy="leankv", high="k8v8").low == "k4v2"
 
@@ -276,6 +278,8 @@ WRONG = [
     ({"policy": "prune", "low": "k8v8"}, "--kvc-low"),
     ({"policy": "leankv", "alpha_low": 2}, "--kvc-alpha-low"),
     ({"policy": "leankv", "alpha_low": -0.1}, "--kvc-alpha-low"),
+    ({"policy": "leankv", "alpha_low": 0.3, "alpha_high": 0.2}, "--kvc-alpha-low"),
+    ({"policy": "leankv", "alpha_low": 0, "alpha_high": -1}, "--kvc-alpha-high"),
     ({"policy": "leankv", "alpha_high": "inf"}, "--kvc-alpha-high"),
     ({"policy": "leankv", "observe": 0}, "--kvc-observe"),
     ({"policy": "leankv", "observe": "some"}, "--kvc-observe"),

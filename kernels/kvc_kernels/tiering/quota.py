@@ -101,8 +101,9 @@ def threshold(
     """Tiers int8 `[n, L, H, P]` by LeanKV's thresholds (section 4 and Algorithm 1), rounded to whole pages.
 
     `mean_attention_scores` fp32 `[n, L, H, P]`: mean attention scores. `divisor` fp32 `[n, P]`: token position i in the
-    prompt phase, sequence length N during decode. A token is high if its mean attention score >= alpha_high / divisor,
-    low if >= alpha_low / divisor, else pruned, and never above `ceiling` int8 `[n, L, H, P]`: tiers only go down.
+    prompt phase, sequence length N during decode. A token is pruned if its mean attention score < alpha_low / divisor,
+    else high if >= alpha_high / divisor, else low, and never above `ceiling` int8 `[n, L, H, P]`: tiers only go down.
+    With alpha_high 0 every token that is not pruned is high.
 
     The free slots of the last pages are then filled, which costs no bytes: the last high page with the best tokens
     below that are still stored high (low ones first, then pruned ones), the last low page with the best pruned tokens
@@ -113,8 +114,8 @@ def threshold(
     stays at its ceiling, or keeps its best high tokens if that does not fit either.
     """
     by_token = divisor[:, None, None, :]
-    tiers = (mean_attention_scores >= alpha_low / by_token).to(torch.int8)
-    tiers = torch.where(mean_attention_scores >= alpha_high / by_token, HIGH, tiers).to(torch.int8)
+    tiers = torch.where(mean_attention_scores >= alpha_high / by_token, HIGH, LOW)
+    tiers = torch.where(mean_attention_scores >= alpha_low / by_token, tiers, PRUNED).to(torch.int8)
     tiers = torch.minimum(tiers, ceiling)
     closeness = mean_attention_scores * by_token
     for tier, page_tokens in ((HIGH, high_tokens), (LOW, low_tokens)):

@@ -15,7 +15,7 @@ from .quota import threshold
 
 
 class Thresholds(NamedTuple):
-    """Factors of the mean attention: high tier from `high` on, low tier from `low` on; see `quota.threshold`."""
+    """Factors of the mean attention: pruned below `low`, otherwise high from `high` on; see `quota.threshold`."""
 
     high: float
     low: float

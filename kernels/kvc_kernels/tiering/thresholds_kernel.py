@@ -115,7 +115,7 @@ def thresholds_kernel(
     position = (tl.load(starts + row // LH) + t).to(tl.float32) + 1.0
     divisor = tl.where(length > 0, length.to(tl.float32), position)
     share = tl.div_rn(tl.full([PP], 1.0, tl.float32), divisor)
-    tiers = tl.where(mean >= share * alpha_high, 2, tl.where(mean >= share * alpha_low, 1, 0))
+    tiers = tl.where(mean >= share * alpha_low, tl.where(mean >= share * alpha_high, 2, 1), 0)
     tiers = tl.minimum(tiers, ceiling)
     close = mean * divisor
     tiers = _filled(tiers, ceiling, close, 2, HIGH)

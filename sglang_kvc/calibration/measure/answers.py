@@ -5,7 +5,8 @@ of the prompt and a known answer are read after them. The answer is right if eac
 which is the same as a greedy exact match. Only answers that the exact cache gives count.
 
 alpha_high is the largest of 1 .. 5 that, with nothing pruned, loses at most one in `ONE_IN` of these answers. With it,
-alpha_low is the largest of `ALPHA_LOW` within the same limit. All smaller values must be within the limit, too.
+alpha_low is the largest of `ALPHA_LOW` within the same limit. All smaller values must be within the limit, too. If no
+value qualifies, the threshold is 0: no low tier, or no token pruned.
 """
 
 from __future__ import annotations
@@ -59,8 +60,6 @@ def choose(sweep: Callable[[list[tuple[float, float]]], list[AnswerResult]]) -> 
     """alpha_high, alpha_low and all results; `sweep` gives the result of each pair."""
     first = sweep([(a, 0.0) for a in ALPHA_HIGH])
     alpha_high = _largest([(r.alpha_high, r) for r in first])
-    if not alpha_high:  # every token is high, so none can be pruned
-        return 0.0, 0.0, first
     second = sweep([(alpha_high, a) for a in ALPHA_LOW])
     return alpha_high, _largest([(r.alpha_low, r) for r in second]), first + second
 

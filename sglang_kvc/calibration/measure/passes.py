@@ -80,7 +80,7 @@ def calibrate(
             f"the text has {n} tokens, and the effect of earlier blocks on later ones needs {MIN_BLOCKS} blocks of "
             f"{block}; give a longer text, or a higher --tokens"
         )
-    by_text = 1 + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
+    by_text = 2 + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)  # one may not be needed
     progress = progress or Progress()
     progress.begin((2 + len(formats.PACKED) + (by_text if prompts is None else answers.SWEEPS * len(prompts))) * layers)
     # Evenly spaced predictions from the second block on, whose queries attend to a packed block.

@@ -6,7 +6,7 @@ predictions are compared with those after the exact prompt. alpha_high is the la
 nothing pruned, is at most `LOSS`, the limit for a format to be ok. With it, alpha_low is the largest of 0.02 and 0.04
 that adds at most `PRUNING_LOSS`. This limit is small, because predictions hardly show a missing token until it is
 needed. For the same reason larger values are not tried: with 0.1, which passes, answers are lost (docs/quality.md). If
-no value qualifies, the threshold is 0: all tokens high, or none pruned. `answers.py` chooses by answers instead.
+no value qualifies, the threshold is 0: no low tier, or no token pruned. `answers.py` chooses by answers instead.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def measure(
 
     first = [result(a, 0.0) for a in ALPHA_HIGH]
     alpha_high = max([r.alpha_high for r in first if r.difference.kl_mean <= LOSS], default=0.0)
-    if not alpha_high:  # every token is high, so none can be pruned
-        return Chosen(0.0, 0.0, policy.high, policy.low), first
+    if not alpha_high:
+        first.append(result(0.0, 0.0))
     limit = next(r.difference.kl_mean for r in first if r.alpha_high == alpha_high) + PRUNING_LOSS
     second = [result(alpha_high, a) for a in ALPHA_LOW]
     alpha_low = max([r.alpha_low for r in second if r.difference.kl_mean <= limit], default=0.0)

@@ -18,11 +18,11 @@ from ..base import SEQUENCE, Evidence, Policy, with_evidence
 class LeanKV(Policy):
     """A token's score is its mean attention probability from later queries, the maximum over a KV head's query heads.
 
-    In a prompt, token i is stored high if its score is at least alpha_high / i, low if at least alpha_low / i, and
-    pruned otherwise (1/i is what uniform attention gives). While generating (Algorithm 1), a block is planned against
-    alpha / N at sequence length N, when it leaves the window and each time the sequence has doubled since
-    (`places_to_replan`). Tokens only move down: high, low, pruned. The paper moves one token per step; here
-    the unit is a block.
+    In a prompt, token i is pruned if its score is below alpha_low / i, else stored high if it is at least
+    alpha_high / i, and low otherwise (1/i is what uniform attention gives). With alpha_high 0 every token that is not
+    pruned is high. While generating (Algorithm 1), a block is planned against alpha / N at sequence length N, when it
+    leaves the window and each time the sequence has doubled since (`places_to_replan`). Tokens only move down: high,
+    low, pruned. The paper moves one token per step; here the unit is a block.
 
     With `lag`, all tokens of a block that leaves the window are stored high, as the paper does with its recent window.
     The block is planned when `lag` tokens follow it.

@@ -17,7 +17,7 @@ BLOCKS = torch.tensor([4, 1, 2])
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 256])
-@pytest.mark.parametrize("alpha", [ops.Thresholds(1.0, 0.02), ops.Thresholds(3.0, 0.9)])
+@pytest.mark.parametrize("alpha", [ops.Thresholds(1.0, 0.02), ops.Thresholds(3.0, 0.9), ops.Thresholds(0.0, 0.9)])
 @pytest.mark.parametrize(
     "sampling", [ops.ScoreSampling(), ops.ScoreSampling(stride=16), ops.ScoreSampling(window=32)], ids=str
 )

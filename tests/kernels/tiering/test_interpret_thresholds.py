@@ -42,6 +42,7 @@ CASES = [
     (Thresholds(3.0, 0.9), ops.ScoreSampling(stride=16), 48),
     (Thresholds(3.0, 0.9), ops.ScoreSampling(window=32), 64),
     (Thresholds(0.0, 0.0), ops.ScoreSampling(), 32),
+    (Thresholds(0.0, 0.9), ops.ScoreSampling(), 32),
 ]
 
 

@@ -97,6 +97,9 @@ def test_threshold_tiers_of_hand_made_cases():
     # Thresholds are inclusive and divided by position.
     assert plan([0.5, 0.5, 0.25, 0.25] * 2, high=1, low=1, divisor=[1.0, 0.5, 2.0, 0.5] * 2) == [2, 1, 2, 0] * 2
     assert plan([0.05] * 16) == [0] * 16
+    # With alpha_high 0 there is no low tier.
+    assert plan([0.9] * 4 + [0.3] * 8 + [0.1] * 4, ah=0.0) == [2] * 12 + [0] * 4
+    assert plan([0.9] * 4 + [0.3] * 8 + [0.1] * 4, ah=0.0, al=0.0) == [2] * 16
 
 
 def test_threshold_fills_last_pages():

@@ -17,22 +17,25 @@ from kvc_kernels.layout import BlockFormat
 from tests.support.pages import fill, make_store, random_kv
 
 HIGH, LOW = FORMATS["k8v4"], FORMATS["k4v2"]
-ALPHA = ops.Thresholds(1.1, 0.4)
 BLOCKS = [3, 1, 4]
 STARTS = [0, 32, 320]
 BEHIND = [50, 20, 7]  # queries that follow each block
 
 
-def deserved(mean_attention: float, position: int, length: int) -> int:
-    """During the prompt a token at position i competes with the i tokens up to it, later with all N."""
+def deserved(mean_attention: float, position: int, length: int, alpha: ops.Thresholds) -> int:
+    """During the prompt a token at position i competes with the i tokens up to it, later with all N.
+
+    What is not pruned is high or low, so with alpha_high 0 it is high.
+    """
     competitors = length if length > 0 else position + 1
-    if mean_attention >= ALPHA.high / competitors:
-        return 2
-    return 1 if mean_attention >= ALPHA.low / competitors else 0
+    if mean_attention < alpha.low / competitors:
+        return 0
+    return 2 if mean_attention >= alpha.high / competitors else 1
 
 
+@pytest.mark.parametrize("alpha", [ops.Thresholds(1.1, 0.4), ops.Thresholds(0.0, 0.4)])
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [400, 400, 400], [0, 90, 1000]])
-def test_plans_follow_algorithm_1(lengths):
+def test_plans_follow_algorithm_1(lengths, alpha):
     store = make_store(
         (BlockFormat(BF16), BlockFormat(HIGH, LOW, exact=False)), layers=2, has_scores=True, block_tokens=64, blocks=4
     )
@@ -52,17 +55,19 @@ def test_plans_follow_algorithm_1(lengths):
         ] = torch.from_numpy(attention_scores[i])
         store.query_counts[block] = BEHIND[i]
     got = ops.plan_thresholds(
-        store, torch.tensor(BLOCKS), torch.tensor(STARTS), torch.tensor(lengths), ALPHA, ops.ScoreSampling(),
+        store, torch.tensor(BLOCKS), torch.tensor(STARTS), torch.tensor(lengths), alpha, ops.ScoreSampling(),
         from_format=0,
         to=store.block_formats[1],
     ).numpy()  # fmt: skip
     high, low = (store.layout.page(f).tokens for f in (HIGH, LOW))
     seen = set()
     for i, l, h in np.ndindex(got.shape[:3]):
-        right = np.array([deserved(mean[i, l, h, t], STARTS[i] + t, lengths[i]) for t in range(p)])
+        right = np.array([deserved(mean[i, l, h, t], STARTS[i] + t, lengths[i], alpha) for t in range(p)])
         seen |= set(right.tolist())
         assert (got[i, l, h] >= right).all()
         lifted = int((got[i, l, h] == 2).sum()) - int((right == 2).sum())
         assert 0 <= lifted < high
         assert int((got[i, l, h] > 0).sum()) - int((right > 0).sum()) < high + low
-    assert seen == {0, 1, 2}
+    assert seen == ({0, 1, 2} if alpha.high else {0, 2})
+    if not alpha.high:
+        assert (got != 1).all()
