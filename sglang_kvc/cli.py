@@ -29,6 +29,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help='choose LeanKV\'s thresholds by these answers; JSON lines with "prompt", "answer" and maybe "context"',
     )
+    measure.add_argument(
+        "--retention",
+        type=float,
+        metavar="SHARE",
+        help="find the fewest tokens that retain this share of the attention, like 0.95, for --kvc-policy xkv",
+    )
     measure.add_argument("--device", default="auto", help="cuda, cpu or auto: the GPU if there is one")
     measure.add_argument("--plot", metavar="FILE", help="plot the results, as .png")
     commands.add_parser("demo", help="fetch the demo model once and print its folder")

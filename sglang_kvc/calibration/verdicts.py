@@ -1,4 +1,4 @@
-"""Findings of a calibration file: the model it was made for, a verdict per format, thresholds.
+"""Findings of a calibration file: the model it was made for, a verdict per format, thresholds, XKV's least memory.
 
 They are JSON in the metadata of the safetensors file, under one key. A file without them holds tensors alone.
 """
@@ -29,10 +29,24 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class LeastMemory:
+    """XKV's least memory for a wanted retention (equation 18).
+
+    `keep`: share of the tokens that retains the share `retention` of the attention, mean over layers. `layers`: the
+    share of each layer. `ratio`: compression of packed blocks with policy `xkv` at `keep`, all metadata included.
+    """
+
+    retention: float
+    keep: float
+    ratio: float
+    layers: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Findings:
     """`formats`: records with `format`, `token_bytes`, `kl_mean`, `kl_p99`, `nll_delta`, `top1_equal`,
     `verdict`. `recommended`: the smallest format that is ok, "bf16" if none is. `tried`: effect of each
-    pair of thresholds. `settings`: tokens, block size, dtype, device.
+    pair of thresholds. `settings`: tokens, block size, dtype, device. `least_memory`: None if no retention was wanted.
     """
 
     identity: Identity
@@ -41,6 +55,7 @@ class Findings:
     recommended: str
     thresholds: Chosen
     tried: tuple[dict[str, Any], ...] = ()
+    least_memory: LeastMemory | None = None
 
     def of(self, fmt: str) -> dict[str, Any] | None:
         """The record of one format, None if it was not measured."""
@@ -81,6 +96,8 @@ def read(path: str) -> Findings | None:
         record["identity"] = Identity(**record["identity"])
         record["thresholds"] = Chosen(**record["thresholds"])
         record |= {name: tuple(record[name]) for name in ("formats", "tried")}
+        if least := record.get("least_memory"):
+            record["least_memory"] = LeastMemory(**{**least, "layers": tuple(least["layers"])})
         return Findings(**record)
     except _TokenKeys:
         raise ValueError("it was made for keys quantized per token, which are not supported") from None

@@ -11,6 +11,7 @@ from sglang_kvc.calibration.verdicts import BREAKS, Findings, read
 from sglang_kvc.errors import ConfigError, flag
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import make_policy
+from sglang_kvc.policies.allocation import Xkv
 from sglang_kvc.policies.ladder import steps
 
 CALIBRATE = "make one with sglang-kvc calibrate"
@@ -28,9 +29,11 @@ def defaults_of(policy: str, options: dict[str, Any], given: dict[str, Any]) -> 
     """Settings that the file measured for this model, to replace the policy's own defaults `options`.
 
     The recommended format for `quantize`; for `leankv` both thresholds, if its formats are those that they were
-    measured with. Settings in `given` are the user's and stay.
+    measured with; for the share `xkv` the fraction of kept tokens. Settings in `given` are the user's and stay.
     """
-    if given.get("calibration") is None or policy not in ("quantize", "leankv"):
+    settings = {**options, **given}
+    xkv = isinstance(settings.get("share"), Xkv)
+    if given.get("calibration") is None or not (policy in ("quantize", "leankv") or xkv):
         return {}
     findings = findings_of(given["calibration"])
     if findings is None:
@@ -44,7 +47,10 @@ def defaults_of(policy: str, options: dict[str, Any], given: dict[str, Any]) -> 
                 f"would be compressed; choose one with {flag('high')}, or serve the model with --kv-backend default."
             )
         return {"high": findings.recommended}
-    t, settings = findings.thresholds, {**options, **given}
+    if xkv:
+        least = findings.least_memory
+        return {} if least is None or given.keys() & {"keep", "budget"} else {"keep": least.keep}
+    t = findings.thresholds
     same = (settings["high"], settings["low"]) == (t.high, t.low)
     if not same or "alpha_high" in given or "alpha_low" in given:
         return {}

@@ -211,8 +211,9 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         str | None,
         _option(
             "File that sglang-kvc calibrate wrote for this model. Formats that broke the model there are refused; the "
-            "recommended format and LeanKV's thresholds become the defaults. Some scorers and shares, like "
-            "expected-attention and xkv, read their statistics from it."
+            "recommended format, LeanKV's thresholds and, with share xkv, the tokens found by calibrate --retention "
+            "become the defaults. Some scorers and shares, like expected-attention and xkv, read their statistics from "
+            "it."
         ),
         NS("memory"),
     ] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sglang_kvc.calibration import verdicts
 from sglang_kvc.calibration.measure import command
 from sglang_kvc.calibration.measure.progress import Progress
 from sglang_kvc.calibration.model_fingerprint import identity_of
+from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.policies.quantize import Quantize
 
 from .conftest import DIM, KV_HEADS, LAYERS, VOCAB, make_model
@@ -45,9 +47,11 @@ def calibrate(folder, *more: str) -> int:
 
 def test_command_writes_file_from_text(folder, tmp_path, capsys):
     out, picture = tmp_path / "found.safetensors", tmp_path / "found.png"
-    assert calibrate(folder, "--out", str(out), "--plot", str(picture), "--tokens", "560") == 0
+    more = ("--plot", str(picture), "--tokens", "560", "--retention", "0.9")
+    assert calibrate(folder, "--out", str(out), *more) == 0
     printed = capsys.readouterr()
     assert "recommended" in printed.out and str(out) in printed.out
+    assert "xkv: 90.0% of the attention with " in printed.out
     assert "[100 %]" in printed.err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -57,6 +61,8 @@ def test_command_writes_file_from_text(folder, tmp_path, capsys):
     assert calibrated.identity == identity_of(AutoConfig.from_pretrained(folder))
     assert (calibrated.settings["tokens"], calibrated.settings["dtype"]) == (560, "bfloat16")
     assert len(calibrated.formats) == 6
+    server = resolve_config(SimpleNamespace(kvc_policy="xkv", kvc_high="k8v8", kvc_calibration=str(out)))
+    assert calibrated.least_memory.retention == 0.9 and server.keep == calibrated.least_memory.keep
     stats = calibration.load(str(out), torch.device("cpu"))
     assert stats["query_mean"].shape == (LAYERS, 4, DIM)
     assert stats["rotary_frequencies"].shape == (DIM // 2,)
@@ -91,6 +97,8 @@ def test_answers_choose_thresholds(folder, tmp_path, capsys):
         (("--device", "tpu"), "is not available"),
         (("--out", "/absent/file"), "does not exist"),
         (("--plot", "picture.jpeg"), ".png"),
+        (("--retention", "1"), "--retention 1 is not a share"),
+        (("--retention", "nan"), "--retention nan is not a share"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
-from sglang_kvc.calibration.verdicts import KEY, Chosen, Findings, read
+from sglang_kvc.calibration.verdicts import KEY, Chosen, Findings, LeastMemory, read
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.resolve import resolve_config
@@ -30,6 +30,7 @@ FINDINGS = Findings(
     recommended="k4v2",
     thresholds=Chosen(3.0, 0.06, "k8v4", "k4v2"),
 )
+LEAST = LeastMemory(0.95, 0.3, 5.5, (0.2, 0.4))
 
 
 @pytest.fixture
@@ -61,6 +62,16 @@ def refused(**options) -> str:
 
 def test_findings_round_trip_through_file(write):
     assert read(write()) == FINDINGS
+    assert read(write(least_memory=LEAST)) == replace(FINDINGS, least_memory=LEAST)
+
+
+def test_least_memory_is_default_of_share_xkv(write):
+    file, without = write(least_memory=LEAST), write()
+    assert resolve(policy="xkv", calibration=file).keep == 0.3
+    assert resolve(policy="prune", scorer="h2o", share="xkv", calibration=file).keep == 0.3
+    assert resolve(policy="xkv", calibration=file, keep=0.4).keep == 0.4
+    assert resolve(policy="xkv", calibration=file, budget="4x").keep == resolve(policy="xkv", calibration=without).keep
+    assert resolve(policy="snapkv", calibration=file).keep == 0.5  # another share
 
 
 def test_recommended_format_is_default(write):

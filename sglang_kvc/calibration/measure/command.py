@@ -15,7 +15,7 @@ from sglang_kvc.calibration.model_fingerprint import identity_of
 from sglang_kvc.calibration.verdicts import Findings
 from sglang_kvc.options.unsupported_models import SUPPORTED_HEAD_DIMS
 
-from . import answer_items, plot
+from . import answer_items, least_memory, plot
 from .capture import CalibrateError
 from .passes import BLOCK, calibrate
 from .progress import Progress
@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     try:
         options = {"tokens": args.tokens, "device": args.device, "picture": args.plot, "answers": args.answers}
-        findings = run(args.model_path, args.text, args.out, **options)
+        findings = run(args.model_path, args.text, args.out, retention=args.retention, **options)
     except CalibrateError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
@@ -44,6 +44,7 @@ def run(
     device: str = "auto",
     picture: str | None = None,
     answers: str | None = None,
+    retention: float | None = None,
 ) -> Findings:
     """Findings of a calibration, written to `out`. CalibrateError, without a full stop, before any long computation
     except the exact passes over the prompts of `answers`."""
@@ -52,6 +53,8 @@ def run(
             raise CalibrateError(f"{path} cannot be written, because its folder does not exist; make it first")
     if picture is not None:
         plot.check(picture)
+    if retention is not None:
+        least_memory.check(retention)
     try:
         words = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -66,7 +69,7 @@ def run(
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         prompts = answer_items.shared_prompts(items, tokenizer, BLOCK, longest)
     ids = torch.tensor(ids, device=device)
-    result = calibrate(model.to(device), ids, progress=Progress(sys.stderr), prompts=prompts)
+    result = calibrate(model.to(device), ids, progress=Progress(sys.stderr), prompts=prompts, retention=retention)
     result.save(out)
     if picture is not None:
         plot.draw(result, Path(picture))
@@ -135,4 +138,10 @@ def table(findings: Findings) -> str:
         for r in findings.tried
         if "answers" in r
     ]
-    return "\n".join([*lines, "", f"recommended: {findings.recommended}", thresholds, *kept])
+    lines += ["", f"recommended: {findings.recommended}", thresholds, *kept]
+    if (least := findings.least_memory) is not None:
+        lines.append(
+            f"xkv: {least.retention:.1%} of the attention with {least.keep:.1%} of the tokens, {least.ratio:.2f}x "
+            f"smaller; layers keep {min(least.layers):.1%} to {max(least.layers):.1%}"
+        )
+    return "\n".join(lines)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
-from sglang_kvc.calibration.verdicts import Chosen, Findings
+from sglang_kvc.calibration.verdicts import Chosen, Findings, LeastMemory
 
 from . import answers, formats, thresholds
 from .answer_items import SharedPrompt
@@ -21,6 +21,7 @@ from .attention_scores import attention_scores
 from .capture import CalibrateError, run
 from .formats import FormatResult
 from .layer_statistics import LayerStatistics, head_retrieval
+from .least_memory import least_memory
 from .progress import Progress
 from .queries import QueryStatistics, rotary_frequencies, same_before_rotation, unrotate
 from .thresholds import Prompt, ThresholdResult
@@ -41,6 +42,7 @@ class Calibration:
     tensors: dict[str, torch.Tensor]
     chosen: Chosen
     tried: Sequence[ThresholdResult | AnswerResult] = field(default_factory=list)
+    least_memory: LeastMemory | None = None
 
     def findings(self) -> Findings:
         """Metadata of the file."""
@@ -51,6 +53,7 @@ class Calibration:
             recommended=formats.recommended(self.formats),
             thresholds=self.chosen,
             tried=tuple(r.to_dict() for r in self.tried),
+            least_memory=self.least_memory,
         )
 
     def save(self, path: str | Path) -> None:
@@ -66,12 +69,13 @@ def calibrate(
     block: int = BLOCK,
     progress: Progress | None = None,
     prompts: list[SharedPrompt] | None = None,
+    retention: float | None = None,
 ) -> Calibration:
     """Measure everything on tokens `ids`, int64 `[N]` on the model's device. CalibrateError if the text is too short.
 
-    The answers to `prompts` choose LeanKV's thresholds; None: the text does. Peak memory besides the model: K and V of
-    the text, and of three quarters of it or twice those of a prompt, one layer's attention, and the logits of
-    `MAX_SCORED` tokens.
+    The answers to `prompts` choose LeanKV's thresholds; None: the text does. `retention`: share of the attention that
+    XKV's least memory retains. Peak memory besides the model: K and V of the text, and of three quarters of it or twice
+    those of a prompt, one layer's attention, and the logits of `MAX_SCORED` tokens.
     """
     identity = identity_of(model.config)
     n, layers = len(ids), identity.layers
@@ -130,7 +134,8 @@ def calibrate(
     }
     if prompts is not None:
         settings["answers"] = {"prompts": len(prompts), "items": sum(len(p.questions) for p in prompts)}
-    return Calibration(identity, settings, results, tensors, chosen, tried)
+    least = None if retention is None else least_memory(tensors["importance_retention"], retention, shape, block)
+    return Calibration(identity, settings, results, tensors, chosen, tried, least)
 
 
 def retrieval(
