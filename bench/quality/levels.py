@@ -18,7 +18,7 @@ CELLS = {f"k4v4@one-shot:{ratio}": f"`one-shot:{ratio}`" for ratio in ("8x", "16
 FRESH, FIRST, POOLED = "fresh", "first", "both pooled"
 FILES = {
     "qwen-0.5b": {FRESH: "quality/seen_qwen-0.5b_2048_from_1000", FIRST: "quality/seen_qwen-0.5b_2048"},
-    "qwen-1.5b": {FIRST: "quality/seen_qwen-1.5b_2048"},
+    "qwen-1.5b": {FRESH: "quality/seen_qwen-1.5b_2048_from_1000", FIRST: "quality/seen_qwen-1.5b_2048"},
 }
 TUNED = {"qwen-0.5b": {"niah": 16, "kv": 24}}  # number of first questions that the constants were chosen with
 

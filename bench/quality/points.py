@@ -15,6 +15,7 @@ from bench.tables.questions import MODELS
 from bench.tables.text import lines, points_lost
 
 TASKS = ("niah", "kv")
+RULER = ("vt", "multikey")
 LENGTH = 2048
 STOCK = {cells.STOCK: "stock bf16"}
 FORMATS = STOCK | {c: f"`{c}`" for c in ("k8v4", "k4v4", "k4v2")}
@@ -79,6 +80,19 @@ def longer_contexts() -> str:
             rows.append(row)
     head = [c for n in LENGTHS for c in (f"8 needles, {n:,} tokens", f"dictionary, {n:,}", "KL mean")]
     return _table(["model", "cell", "compression", *head], rows)
+
+
+def longer_ruler() -> str:
+    """Table of RULER's tasks with contexts of `LENGTHS` tokens, which only the 1.5B model ran. No cell answers its
+    common words."""
+    found = {n: _cells(f"policies_qwen-1.5b_{n}_ruler") for n in LENGTHS}
+    rows = []
+    for cell, title in LONG.items():
+        at = [cells.get(cell, {}) for cells in found.values()]
+        if any(at):
+            rows.append([title, *(points(row, task) for row in at for task in RULER)])
+    head = [c for n in LENGTHS for c in (f"variables, {n:,} tokens", f"keys, {n:,}")]
+    return _table(["cell", *head], rows)
 
 
 def protocols() -> str:

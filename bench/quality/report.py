@@ -326,6 +326,7 @@ SECTIONS = {"quantizers": quantizers, "formats": formats, "presets": presets, "l
 SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything, "generation": generation}
 SECTIONS |= {"key-groups": key_groups, "one-shot": one_shot, "protocols": points.protocols}
 SECTIONS |= {"one-shot-levels": levels.table, "longer-contexts": points.longer_contexts}
+SECTIONS |= {"longer-ruler": points.longer_ruler}
 SECTIONS |= {"leankv-later": points.leankv_later, "leankv-seen": points.leankv_seen}
 SECTIONS |= {"kl-by-length": long_contexts.kl_by_length, "depths": long_contexts.needles_by_depth}
 

@@ -46,3 +46,14 @@ def test_longer_contexts_have_columns_for_each_length(results):
     head, _, *rows = points.longer_contexts().splitlines()
     assert "| 8 needles, 16,000 tokens | dictionary, 16,000 |" in head
     assert len(rows) == 10 and all(row.count("|") == head.count("|") for row in rows)
+
+
+def test_longer_ruler_has_only_cells_that_ran(results):
+    task = {"right": 80, "of": 100, "em": 0.8}
+    stock, cell = {"vt": task, "multikey": task}, {"vt": LOSES, "multikey": LOSES}
+    results("policies_qwen-1.5b_8000_ruler", stock=stock, k4v4=cell, k4v2=cell)
+    results("policies_qwen-1.5b_16000_ruler", stock=stock, k4v4=cell)
+    rows = points.longer_ruler().splitlines()[2:]
+    assert rows[0] == "| stock bf16 | 80.0 % | 80.0 % | 80.0 % | 80.0 % |"
+    assert [row.split("|")[1].strip() for row in rows] == ["stock bf16", "`balanced` (k4v4)", "`k4v2`"]
+    assert rows[2].endswith("|  |  |") and rows[2].count("-10.0 [") == 2
