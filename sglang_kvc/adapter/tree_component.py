@@ -117,11 +117,11 @@ class BlockComponent(FullComponent):
         super()._recede_session_coverage(session_id, leaf, fallback)
         self.queue_again(leaf)
 
-    def queue_again(self, leaf) -> None:
-        """Enter a leaf again, whose rank has fallen."""
-        queue = self.tree_core.evictable_device_leaves
-        if leaf in queue:
-            queue.add(leaf)
+    def queue_again(self, node) -> None:
+        """Enter a node again, whose rank has fallen."""
+        for queue in (self.tree_core.evictable_device_leaves, self.demotions):
+            if node in queue:
+                queue.add(node)
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._evict_device_request_cnt = request_cnt

@@ -55,14 +55,18 @@ class DemotionQueue:
 
     def _next(self) -> UnifiedTreeNode | None:
         """The node to demote next, None if there is none."""
-        heads = []
-        for tier, queue in self.queues.items():
-            while (node := queue.next()) is not None and (now := self._tier(node)) != tier:
-                queue.discard(node)
-                if now:
-                    self.queues[now].add(node)
-            if node is not None:
-                heads.append((self._loss(tier, node), tier, node))
+        heads: list = []
+        again = True
+        while again:  # a node has moved to a queue whose head was already taken
+            heads, again = [], False
+            for tier, queue in self.queues.items():
+                while (node := queue.next()) is not None and (now := self._tier(node)) != tier:
+                    queue.discard(node)
+                    if now:
+                        self.queues[now].add(node)
+                        again |= now < tier
+                if node is not None:
+                    heads.append((self._loss(tier, node), tier, node))
         return min(heads)[-1] if heads else None
 
     def _tier(self, node: UnifiedTreeNode) -> int:
@@ -77,7 +81,8 @@ class DemotionQueue:
     def _loss(self, tier: int, node: UnifiedTreeNode) -> Any:
         """Expected loss per page of moving blocks of `node` out of `tier`, up to a common factor.
 
-        The chance of a use is 1 / age. Ages count accesses to the tree, or forwards with `--kvc-eviction reuse`.
+        The chance of a use is 1 / age. Ages count accesses to the tree, to which each look at a waiting prompt belongs,
+        or forwards with `--kvc-eviction reuse`.
         Tensor-parallel ranks agree on both, but not on the time. Blocks of finished sessions move before all others,
         and those of waiting prompts, which are certain to be used, after them."""
         cost, reuse = self.demotion.cost[tier], self.component.cache.reuse

@@ -156,8 +156,10 @@ class DiskCache(HostCache):
             if fits < len(ids):
                 node = self._split(node, fits)
             left -= int(units[fits - 1])
-            self._execute_and_commit_kv_backup(BackupKV(node_ids=[node.id]), write_back=True)
+            saved = self._execute_and_commit_kv_backup(BackupKV(node_ids=[node.id]), write_back=True)
             self.writing_check(write_back=True)
+            if not saved or fits < len(ids):
+                return  # a lookup would not reach blocks beyond the gap
 
     # ---- from the disk
 

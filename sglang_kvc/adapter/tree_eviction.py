@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ class EvictionQueue(set):
 
     Heap entries are (priority, leaf), lowest priority first. A leaf that is locked or evicted leaves a stale entry, and
     a leaf that is used again keeps an old priority. A use can only raise the priority, so both are detected when the
-    entry reaches the top.
+    entry reaches the top. Leaves of equal priority come in an order that is the same on all tensor-parallel ranks.
     """
 
     def __init__(self, priority: Callable[[UnifiedTreeNode], Any]):
@@ -27,7 +28,7 @@ class EvictionQueue(set):
     def add(self, leaf: UnifiedTreeNode) -> None:
         super().add(leaf)
         if len(self.heap) > 2 * len(self) + 64:
-            self.heap = [(self.priority(x), x) for x in self]
+            self.heap = [(self.priority(x), x) for x in sorted(self, key=attrgetter("id"))]
             heapq.heapify(self.heap)
         else:
             heapq.heappush(self.heap, (self.priority(leaf), leaf))

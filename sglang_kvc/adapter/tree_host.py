@@ -156,7 +156,8 @@ class HostCache(UnifiedRadixCache):
         used = node.last_access_time
         parent, _ = self.tree_core._split_node(node.key, node, blocks * self.page_size)
         parent.last_access_time = node.last_access_time = used
-        self.component.queue_again(node)
+        for part in (parent, node):
+            self.component.queue_again(part)
         return parent
 
     def _execute_kv_backup(self, node_id, device_value, comp_xfers, sidecar_xfers):

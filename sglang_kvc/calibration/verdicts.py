@@ -62,7 +62,10 @@ class Findings:
         return next((r for r in self.formats if r["format"] == fmt), None)
 
     def metadata(self) -> dict[str, str]:
-        return {KEY: json.dumps({"version": VERSION, **asdict(self)})}
+        record = asdict(self)
+        if self.least_memory is None:
+            del record["least_memory"]  # readers of earlier versions do not know it
+        return {KEY: json.dumps({"version": VERSION, **record})}
 
 
 class _TokenKeys(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_patches.scheduler import around_check_decode_mem
+from sglang_kvc.adapter.tree_eviction import EvictionQueue
 from sglang_kvc.cache.identity import identity
 from sglang_kvc.cache.runtime import install
 from sglang_kvc.cache.sizing import HostLayout, make_layout
@@ -122,6 +124,47 @@ def test_demotion_moves_no_more_blocks_than_needed():
     press(server)
     moved = -(-short // (2 * 2 * 2))  # two pages per head, two layers, two heads
     assert formats(server, kept) == [K8V4] * (6 - moved) + [K4V4] * moved
+
+
+def test_both_halves_of_a_split_node_keep_its_age():
+    """A node that is split when its last blocks go to host memory. Its first blocks are still the coldest."""
+    server = ToyServer(**{**LADDER, "blocks": 12})
+    cold, recent = answered(server, 0, blocks=4), answered(server, 1, blocks=4)
+    first, last = server.tree._split(leaf_of(server, cold), 2), leaf_of(server, cold)
+    assert first.last_access_time == last.last_access_time < leaf_of(server, recent).last_access_time
+    server.shrink(4 * 8)
+    assert formats(server, [*cold, *recent]) == [K4V4] * 4 + [K8V4] * 4
+    server.check()
+
+
+def leaf_of(server: ToyServer, blocks: list[int]):
+    """The leaf that holds the last of `blocks`."""
+    leaves, component = server.tree.tree_core.evictable_device_leaves, server.tree.component
+    return next(leaf for leaf in leaves if component.blocks_of(leaf)[-1] == blocks[-1])
+
+
+def test_queue_of_equal_ranks_does_not_depend_on_addresses():
+    """Tensor-parallel ranks have the same nodes at other addresses."""
+
+    class Leaf:
+        def __init__(self, i: int):
+            self.id = i
+
+        def __lt__(self, other: Leaf) -> bool:
+            return False
+
+    def order() -> list[int]:
+        kept, queue = [], EvictionQueue(lambda leaf: 0)
+        leaves = [(Leaf(i), kept.append(bytearray(random.randrange(1, 999))))[0] for i in range(40)]
+        for leaf in leaves * 5:  # rebuilds the heap
+            queue.add(leaf)
+        out = []
+        while (leaf := queue.next()) is not None:
+            out.append(leaf.id)
+            queue.discard(leaf)
+        return out
+
+    assert len({tuple(order()) for _ in range(20)}) == 1
 
 
 def test_demotion_reads_nothing_from_the_device():

@@ -59,7 +59,7 @@ class Tree:
         self.queue, self.component, self.nodes = DemotionQueue(Demotion(runtime), component), component, []
         ids = np.split(np.arange(1, 1 + sum(counts)), np.cumsum(counts)[:-1])
         for own in ids:
-            node = Node(blocks=own, backuped=False, locked=False, last_access_time=0)
+            node = Node(id=int(own[0]), blocks=own, backuped=False, locked=False, last_access_time=0)
             node.kvc_uses = (Use(math.log(draw.randint(1, 300)), busy=False, priority=draw.choice([0, 0, 1])),)
             self.nodes.append(node)
             self.use(node, 0)
