@@ -26,8 +26,10 @@ def around_get_worker_info(orig, self):
     from sglang_kvc.adapter.request_limits import longest_request
 
     limits, margin, context = list(info), info[LENGTH] - info[INPUT], self.model_config.context_len - 1
-    # No request starts at a format below the server's own.
-    formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
+    policy = runtime.policy
+    # No request starts at a format below the server's own, or ends at one of blocks that are planned later.
+    others = {*policy.ladder[1:], *({policy.unplanned_format, policy.answer_format} - {0})}
+    formats = set(range(len(runtime.store.block_formats))) - others
     longest = max(longest_request(runtime, format_id) for format_id in formats)
     longest = max(longest, *_longest_requests(runtime).values())
     limits[LENGTH] = min(context, longest)

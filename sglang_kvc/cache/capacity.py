@@ -14,7 +14,7 @@ import numpy as np
 
 from kvc_kernels.layout import BlockFormat, PoolLayout
 
-from ..policies import SEQUENCE, Policy
+from ..policies import Policy
 from .blocks import NO_BLOCKS, Blocks, State
 from .ledger import Ledger
 from .one_shot import Budget
@@ -137,8 +137,8 @@ class Capacity:
         belong to its prompt.
 
         One more block and the rest of the window stay uncompressed. Blocks that leave the window are packed, with a lag
-        at first with all their tokens. Tokens of a prompt are charged the maximum, because a prefill cannot be
-        retracted between two chunks.
+        at first with all their tokens. Tokens of a prompt are charged the maximum before it is complete, because a
+        prefill cannot be retracted between two chunks.
         """
         first = self.layout.block_tokens + max(0, self.window - open_tokens)
         if tokens <= first:
@@ -147,7 +147,8 @@ class Capacity:
         packed = self.packed_tokens(unplanned, self.policy.unplanned_format)
         rest = tokens - first - unplanned
         most = min(rest, prompt)
-        return first + packed + self.packed_tokens(most, format_id) + self.expected_tokens(rest - most, format_id)
+        packed += self.packed_tokens(most, self.policy.prompt_format(format_id))
+        return first + packed + self.expected_tokens(rest - most, format_id)
 
     def running_tokens(self, seq: Sequence | None, tokens: float, format_id: int) -> float:
         """Memory that a running request needs to grow by `tokens`. `seq` is None if the request has just ended, because
@@ -163,12 +164,6 @@ class Capacity:
 
     # ---- prompts
 
-    @property
-    def packs_prompts_at_end(self) -> bool:
-        """Whether a chunked prompt is packed only at its end, because attention from its later tokens decides which
-        tokens it keeps."""
-        return self.policy.scope == SEQUENCE
-
     @cached_property
     def one_shot(self) -> OneShotRoom:
         """Memory needs of one-shot prompts."""
@@ -179,27 +174,28 @@ class Capacity:
     ) -> float:
         """Memory that a prompt of `new` uncached tokens needs at most, with that expected for an answer of `answer`.
 
-        If chunks are packed one by one, two chunks and the window are uncompressed at a time, because a chunk is packed
-        when the CPU has its result, after the launch of the next chunk. `chunk` is None without chunked prefill.
-        `budget`: the budget of a one-shot prompt.
+        Two chunks and the window are uncompressed at a time, because a chunk is packed when the CPU has its result,
+        after the launch of the next chunk. `chunk` is None without chunked prefill. `budget`: the budget of a one-shot
+        prompt.
         """
         if budget is not None:
             return self.one_shot.need(budget, new, answer, format_id, chunk)
-        unpacked = new if chunk is None or self.packs_prompts_at_end else min(new, 2 * chunk + self.window)
+        unpacked = new if chunk is None else min(new, 2 * chunk + self.window)
         return unpacked + self.growth_tokens(new - unpacked + answer, format_id, unpacked, new - unpacked)
 
     def longest_request(self, format_id: int, chunk: int | None) -> int:
         """Tokens of the longest request that an empty server admits, however they are divided into prompt and answer.
 
-        SGLang admits a request only if one more page is free, and a page here is a block. If chunks are packed one by
-        one, the request may be longer than what fits uncompressed. A cached prefix then leaves a fractional number of
-        free blocks, which is rounded down.
+        SGLang admits a request only if one more page is free, and a page here is a block. With chunked prefill, the
+        request may be longer than what fits uncompressed. Its packed tokens are counted at the larger maximum of those
+        of a prompt and of an answer. A cached prefix leaves a fractional number of free blocks, which is rounded down.
         """
         p = self.layout.block_tokens
         room = self.sizing.capacity_tokens - p - 2
-        if chunk is not None and not self.packs_prompts_at_end:
+        if chunk is not None:
             max_open = 2 * chunk + self.window + p
-            room = max(room, max_open + int((room - p - max_open) / self.packed_tokens(1, format_id)))
+            packed = max(self.packed_tokens(1, f) for f in (format_id, self.policy.prompt_format(format_id)))
+            room = max(room, max_open + int((room - p - max_open) / packed))
         return max(1, min(room, (self.blocks.num_blocks - 3) * p))
 
     def prompt_ever_fits(self, new: int, format_id: int, chunk: int | None, budget: Budget | None = None) -> bool:
@@ -219,7 +215,7 @@ class Capacity:
         if need > room:
             return None
         others_can_grow = need + running * self.layout.block_tokens <= room
-        return max(0, shortage) if others_can_grow and not (packs_at_end or self.packs_prompts_at_end) else 0
+        return max(0, shortage) if others_can_grow and not packs_at_end else 0
 
     # ---- staging: fake-quantized copies of cached blocks that running windows keep uncompressed
 

@@ -31,15 +31,15 @@ def tokens_written(
 
     This and `tokens_decoded` alone decide when a block is packed:
 
-    * CHUNK, PREFILL: blocks that left the recent window, planned as a prompt (N = 0). None after a chunk if the
-      policy packs prompts at their end.
+    * CHUNK, PREFILL: blocks that left the recent window, planned as a prompt (N = 0). If attention from later tokens
+      decides what they keep, they are packed with all their tokens after a chunk and planned after the prefill.
     * A decode step: blocks that left the window since the last step, planned by N = `length`. With overlap
       scheduling the first step is prepared before the result of the prefill is processed; up to the prompt's length
       N = 0. If the policy plans again, also the packed blocks whose turn it is.
     * END: the full blocks that the tree keeps, `kept`, including those of the window. `length` is 0 if nothing was
       generated.
 
-    With a lag, packing and planning are two events (`replanning`).
+    With a lag, packing and planning are two events for blocks of an answer, too (`replanning`).
 
     The first event after its end packs a one-shot prompt as one operation. If it does not fit uncompressed,
     segments are also packed after each chunk. Its answer follows the rules above.
@@ -52,9 +52,14 @@ def tokens_written(
             queue_prompt(runtime, seq, length)
         else:
             queue_segments(runtime, seq, length)
-    elif phase is Phase.PREFILL or not runtime.capacity.packs_prompts_at_end:
+    elif phase is Phase.CHUNK and seq.format_id and runtime.policy.unplanned_format:
+        held = seq.hold(length)
+        to_format = runtime.policy.unplanned_format
+        runtime.queue_move(held, from_format=0, to_format=to_format, lengths=np.zeros_like(held))
+    else:
         due, unplanned = runtime.replanning.slide(seq, length)
         runtime.queue_due(due, seq.format_id)
+        runtime.replanning.queue_held(due)
         runtime.queue_due(unplanned, runtime.policy.unplanned_format)
 
 
@@ -76,5 +81,8 @@ def tokens_decoded(runtime: Runtime, seqs: list[Sequence], lengths: np.ndarray) 
                 left[format_id].pop(block, None)
                 left[format_id][block] = n
     for format_id, blocks in left.items():
-        runtime.queue_due(list(blocks), format_id, np.array(list(blocks.values())))
+        ids, lengths_then = list(blocks), np.array(list(blocks.values()))
+        runtime.queue_due(ids, format_id, lengths_then)
+        if format_id != unplanned:
+            runtime.replanning.queue_held(ids, lengths_then)
     runtime.replanning.queue_turns(seqs, lengths)

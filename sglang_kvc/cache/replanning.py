@@ -1,5 +1,8 @@
 """Re-planning: when packed blocks of running sequences are planned again. The length of a sequence alone decides.
 
+If attention from later tokens decides what blocks keep, those of an incomplete prompt are packed with all their tokens
+and planned when the prompt is complete.
+
 With `--kvc-lag`, a block is packed with all its tokens when it leaves the window, and planned when `lag` tokens follow
 it, or when its last request ends. When `lag` tokens follow it, `EVIDENCE` decode queries have read it.
 """
@@ -39,6 +42,7 @@ def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.
 class Replanning:
     """Queues re-plans of packed blocks.
 
+    lags: whether blocks are planned later than they leave the window.
     lag: number of tokens that follow a block when it is planned: the window, or a longer `--kvc-lag`.
     planned_again: whether planned blocks are planned again as their sequence doubles.
     """
@@ -46,21 +50,21 @@ class Replanning:
     def __init__(self, runtime: Runtime):
         policy, config = runtime.policy, runtime.config
         self.runtime, self.block_tokens = runtime, runtime.layout.block_tokens
-        self.lag = max(config.window, config.lag)
+        self.lags, self.lag = config.lag > 0, max(config.window, config.lag)
         self.unplanned_format, self.answer_format = policy.unplanned_format, policy.answer_format
         self.planned_again = (1, 1) in policy.moves
 
     @property
     def max_unplanned(self) -> int:
-        """Maximum tokens of a sequence in packed blocks that are not planned yet."""
-        if not self.unplanned_format:
+        """Maximum tokens of a sequence with a complete prompt in packed blocks that are not planned yet."""
+        if not self.lags:
             return 0
         return self.lag + (COMPETE_EVERY * self.block_tokens if self.answer_format else 0)
 
     def first_unplanned(self, seq: Sequence, length: int) -> int:
         """Index of the first block that is packed but not planned when it leaves the window, at `length` written
         tokens."""
-        if not self.unplanned_format or seq.format_id != 1:
+        if not self.lags or seq.format_id != 1:
             return len(seq.blocks)
         return seq.prompt // self.block_tokens if self.answer_format else max(0, length - self.lag) // self.block_tokens
 
@@ -73,7 +77,7 @@ class Replanning:
     def queue_turns(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
         """Queue the re-plans that are due before the next decode step of `seqs`, of which `lengths` tokens are
         written."""
-        if self.unplanned_format:
+        if self.lags:
             blocks, rest = np.divmod(lengths - self.lag, self.block_tokens)
             turns = ((rest == 0) & (blocks > 0)).nonzero()[0]
             if self.answer_format:
@@ -88,11 +92,17 @@ class Replanning:
                 return
             self.replan([seqs[i].blocks[places[i]] for i in turns.tolist()], lengths[turns])
 
-    def queue_ended(self, ids: list[int] | np.ndarray, length: int) -> None:
-        """Queue plans for those of the blocks `ids` of an ended request that are not planned yet and that no other
-        request uses."""
+    def queue_held(self, ids: list[int] | np.ndarray, lengths: int | np.ndarray = 0) -> None:
+        """Queue plans for those of the blocks `ids`, which a window just left, that were packed while their prompt was
+        incomplete. Other requests may use them."""
         if self.unplanned_format:
-            self._queue(ids, self.unplanned_format, 0, length)
+            self._queue(ids, self.unplanned_format, None, lengths)
+
+    def queue_ended(self, ids: list[int] | np.ndarray, length: int) -> None:
+        """Queue plans for those of the blocks `ids` of an ended request that are not planned yet. With a lag, another
+        request that uses a block plans it later."""
+        if self.unplanned_format:
+            self._queue(ids, self.unplanned_format, 0 if self.lags else None, length)
 
     def replan(self, ids: list[int] | np.ndarray, length: int | np.ndarray) -> int:
         """Queue re-plans for those of `ids` that are packed and used by one sequence only; returns how many. `length`
@@ -100,12 +110,14 @@ class Replanning:
         sources = [source for source, to in self.runtime.policy.moves if to == 1]
         return sum(self._queue(ids, source, 1, length) for source in sources)
 
-    def _queue(self, ids: list[int] | np.ndarray, from_format: int, users: int, length: int | np.ndarray) -> int:
-        """Queue plans for those of `ids` that are packed at `from_format` and used by `users` sequences; returns how
-        many."""
+    def _queue(self, ids: list[int] | np.ndarray, from_format: int, users: int | None, length: int | np.ndarray) -> int:
+        """Queue plans for those of `ids` that are packed at `from_format`, lie in no window and are used by `users`
+        sequences (None: by any number); returns how many."""
         ids, blocks = np.asarray(ids, dtype=np.int64), self.runtime.blocks
         due = (blocks.state[ids] == State.PACKED) & (blocks.format_id[ids] == from_format)
-        due &= (blocks.ref_count[ids] == users) & (blocks.window_count[ids] == 0)
+        due &= blocks.window_count[ids] == 0
+        if users is not None:
+            due &= blocks.ref_count[ids] == users
         lengths = (np.zeros_like(ids) + length)[due]
         return self.runtime.queue_move(ids[due], from_format=from_format, to_format=1, lengths=lengths)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvc_kernels.store import SCRATCH_BLOCK
 
-from .blocks import Blocks
+from .blocks import Blocks, State
 from .one_shot import OneShotPrompt
 from .thinning import probe_tokens
 
@@ -32,12 +32,12 @@ class Sequence:
     block_tokens: P.
     window: tokens of the recent window.
     blocks: block ids.
-    window_start: index of the first block that lies in the window or is not full. Blocks from there on stay
-        uncompressed.
+    window_start: index of the first block that lies in the window or is not full. While a prompt whose blocks are
+        planned at its end is incomplete, that is the prompt's first new block.
     format_id: format of the blocks before the window, from the request's quality. 0: blocks are never compacted.
     prompt: tokens prefilled.
-    packed: blocks from `window_start` on that were packed when the request found them in the tree. A block's state
-        does not change while it lies in a window.
+    packed: blocks from `window_start` on that are packed: the request found them so in the tree, or `hold` returned
+        them. The state of a block in the window of another sequence does not change.
     one_shot: the record of a request with a budget for its whole prompt, which shares no block. `blocks` names the
         scratch block at places of its gap.
     """
@@ -160,6 +160,16 @@ class Sequence:
             if self.packed:
                 self.packed -= self.records.count_packed(left)
         return left
+
+    def hold(self, length: int) -> np.ndarray:
+        """The uncompressed blocks of an incomplete prompt that the last tokens of `length` written ones do not cover,
+        int64. The caller packs them now and plans them when the prompt is complete. Until then they count as part of
+        the window, so that no other sequence plans them. Blocks in windows of other sequences are left out."""
+        end = max(0, length - self.window) // self.block_tokens
+        behind = np.array(self.blocks[self.window_start : end], dtype=np.int64)
+        held = behind[(self.records.state[behind] == State.OPEN) & (self.records.window_count[behind] == 1)]
+        self.packed += len(held)
+        return held
 
     def _start_window(self, first: int) -> None:
         self.window_start = first

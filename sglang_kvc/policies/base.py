@@ -162,9 +162,14 @@ class Policy:
 
     @property
     def unplanned_format(self) -> int:
-        """Format id at which blocks are packed with all their tokens before they are planned (`--kvc-lag`); 0: a block
-        is planned when it is packed."""
+        """Format id at which blocks are packed with all their tokens before they are planned: those of an incomplete
+        prompt, and with `--kvc-lag` those of an answer. 0: a block is planned when it is packed. Policies of `sequence`
+        scope need such a format, because attention from later tokens of a prompt decides about its first blocks."""
         return 0
+
+    def prompt_format(self, format_id: int) -> int:
+        """Format id at which blocks of an incomplete prompt are packed, in a request of `format_id`."""
+        return (self.unplanned_format or format_id) if format_id else 0
 
     @property
     def answer_format(self) -> int:

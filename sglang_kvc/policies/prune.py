@@ -79,7 +79,7 @@ class Prune(Policy):
 
     @property
     def unplanned_format(self) -> int:
-        return 2 if self.lag else 0
+        return 2 if self.lag or self.scope == SEQUENCE else 0
 
     @property
     def answer_format(self) -> int:
@@ -87,7 +87,9 @@ class Prune(Policy):
 
     @property
     def moves(self) -> tuple[tuple[int, int], ...]:
-        return ((2, 1), (2, 3)) if self.lag else ()
+        if not self.unplanned_format:
+            return ()
+        return ((2, 1), (2, 3)) if self.lag else ((2, 1),)
 
     def formats(self) -> list[str]:
         return [self.high] + ([self.low] if self.low else [])
@@ -143,9 +145,12 @@ class Prune(Policy):
         low = FORMATS[self.low] if self.low else None
         pages = self.block_pages(layout, self.high_pages(layout))
         full = layout.block_pages(high)
-        unplanned, answer = BlockFormat(high, pages=full), BlockFormat(high, pages=full, exact=False)
-        planned = BlockFormat(high, low, pages=pages, exact=low is None)
-        return (uncompressed, planned, *((unplanned, answer) if self.lag else ()))
+        formats = [uncompressed, BlockFormat(high, low, pages=pages, exact=low is None)]
+        if self.unplanned_format:
+            formats.append(BlockFormat(high, low, pages=full))
+        if self.answer_format:
+            formats.append(BlockFormat(high, pages=full, exact=False))
+        return tuple(formats)
 
     def answer_pages(self, layout: PoolLayout, planned: int, unplanned: int) -> int:
         """The budget of all these blocks less the pages of the unplanned ones, but at least `MIN_PLANNED_SHARE` of the

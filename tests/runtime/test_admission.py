@@ -22,6 +22,7 @@ from sglang_kvc.options.request_quality import LOSSLESS
 from .model import P, ToyServer
 
 CHUNK = 2 * P
+LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +82,17 @@ def test_prompt_waits_for_its_packed_size():
     assert not comes_in(server, prompt(server, 10 * P, 10))
 
 
-def test_prompt_packed_at_end_waits_for_uncompressed_size():
-    server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
-    server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - 8))
+def test_prompt_that_is_planned_at_end_waits_for_its_size_in_the_high_format():
+    """Eight blocks are free. Two chunks and the open block take five, the other blocks all pages of k8v4."""
+    server = ToyServer(**LEANKV, window=0)
+    capacity, formats = server.runtime.capacity, server.runtime.store.block_formats
+    high = formats[2].pages / server.runtime.layout.block_pages_bf16
+    assert capacity.prompt_tokens(8 * P, 0, 1, CHUNK) == (5 + 3 * high) * P
+    server.runtime.take([0] * (capacity.available_tokens() // P - 8))
+    assert comes_in(server, prompt(server, 8 * P, 10))
     assert not comes_in(server, prompt(server, 10 * P, 10))
-    assert comes_in(server, prompt(server, 6 * P, 10))
+    assert not comes_in(server, prompt(server, 8 * P, 10), chunk=None)
+    assert comes_in(server, prompt(server, 6 * P, 10), chunk=None)
 
 
 def test_prompt_waits_for_open_blocks_of_window():
@@ -325,16 +332,16 @@ def test_retraction_does_not_wait_when_nothing_can_be_freed(monkeypatch):
     assert runtime.unsettled
 
 
-LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
-
-
 @pytest.mark.parametrize(("policy", "format_id"), [({"high": "bf16"}, 0), (LEANKV, 1), ({"high": "k4v4"}, 1)])
 def test_empty_server_admits_longest_request(policy, format_id):
-    """The limit lies a few blocks below the shortest length that is not admitted."""
+    """The limit lies a few blocks below the shortest length that is not admitted. With `leankv` a block of an answer
+    may take a page per head more than one of a prompt, and the limit counts all tokens as an answer's."""
     server = ToyServer(window=0, **policy)
     capacity = server.runtime.sizing.capacity_tokens
     longest = longest_request(server.runtime, format_id)
-    assert longest > 2 * capacity if policy["high"] == "k4v4" else capacity - 2 * P < longest < capacity
+    least = {"bf16": capacity - 2 * P, "k8v4": 1.1 * capacity, "k4v4": 2 * capacity}[policy["high"]]
+    assert longest > least and (format_id or longest < capacity)
     for answer in (1, P):
         assert comes_in(server, prompt(server, longest - answer, answer))
-        assert not comes_in(server, prompt(server, longest - answer + 5 * P, answer))
+        more = (8 if policy["high"] == "k8v4" else 5) * P
+        assert not comes_in(server, prompt(server, longest - answer + more, answer))

@@ -157,6 +157,8 @@ KINDS = {
     "leankv-private": Kind({**LEANKV, "window": 0, "trust": "salt"}, P, (None, LOSSLESS)),
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
+    "h2o-tight": Kind({**ANSWERS, "lag": 0, **TIGHT, **HOST}, P, (None, LOSSLESS)),
+    "arkv-tight": Kind({**ANSWERS, "policy": "arkv", "low": "k2v2", "share": "ada", "lag": 0, **TIGHT}, P, mixed=True),
     "answers": Kind(ANSWERS, levels=(None, LOSSLESS)),
     "answers-tight": Kind({**ANSWERS, "window": 0, **TIGHT}, P),
     "answers-host": Kind({**ANSWERS, "share": "ada", **TIGHT, **HOST}, P),
@@ -225,8 +227,10 @@ def _expected(kind: Kind) -> set[str]:
     expected |= {"chunks"} if kind.chunk else set()
     expected |= {"mixed"} if kind.mixed else set()
     expected |= {"demoted", "demoted while running"} if kind.options.get("floor") else set()
-    expected |= {"planned late"} if kind.options.get("lag") and not kind.disable else set()
-    expected |= {"competed"} if kind.options.get("scorer") else set()
+    scored = kind.options.get("policy") == "leankv" or kind.options.get("scorer")
+    late = kind.options.get("lag") or (scored and kind.chunk)
+    expected |= {"planned late"} if late and not kind.disable else set()
+    expected |= {"competed"} if kind.options.get("scorer") and kind.options.get("lag") else set()
     trust = kind.options.get("trust") == "salt"
     budgets = any(map(is_one_shot, kind.levels))
     expected |= {"private"} if trust or budgets else set()

@@ -103,7 +103,7 @@ def test_row_of_preempted_request_does_not_go_to_lower_priority():
 @pytest.mark.parametrize("floor, most", [("k2v2", 1), (None, 2)])
 def test_running_blocks_are_demoted_before_requests_give_way(floor, most):
     with busy_server(**{**LADDER, "floor": floor, "blocks": 22 if floor else 20}) as server:
-        urgent, seen = submit(server, 100, 8 * P + 3, 20, priority=1), []
+        urgent, seen = submit(server, 100, 10 * P + 3, 20, priority=1), []
         release, demoted = ScheduleBatch.release_req, server.runtime.counters
         with patch.object(
             ScheduleBatch, "release_req", lambda *args: seen.append(demoted.demoted_blocks) or release(*args)
@@ -131,7 +131,7 @@ def test_page_counts_are_settled_before_requests_give_way(settles, least):
             for _ in range(P):
                 server.turn()
             assert runtime.pending and not preempted(server)
-            urgent = submit(server, 100, 8 * P + 3, 20, priority=1)
+            urgent = submit(server, 100, 10 * P + 3, 20, priority=1)
             with patch.object(preemption, "settle", preemption.settle if settles else lambda *args: False):
                 turns(server, lambda: urgent.output_ids, most=10)
         assert preempted(server) == least

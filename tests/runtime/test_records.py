@@ -146,7 +146,8 @@ def test_late_count_is_not_applied_to_reused_block():
 
 @pytest.mark.parametrize("two_tiers", [False, True])
 def test_each_event_queues_expected_compactions(two_tiers):
-    """Starts and N of the compactions that each event queues, for five written blocks and a window of one block."""
+    """Starts, N and formats of the compactions that each event queues, for five written blocks and a window of one
+    block."""
     policy = dict(policy="leankv", high="k8v4", low="k4v2") if two_tiers else dict(high="k4v4")
     runtime = make_runtime(window=64, **policy)
     seq = runtime.new_sequence()
@@ -159,14 +160,15 @@ def test_each_event_queues_expected_compactions(two_tiers):
             tokens_decoded(runtime, [seq], np.array([length]))
         else:
             tokens_written(runtime, seq, length, phase, kept)
-        ops = [op for op in runtime.log.drain() if isinstance(op, Compact) and op.from_format == 0]
-        return [(op.starts.tolist(), op.lengths.tolist()) for op in ops]
+        ops = [op for op in runtime.log.drain() if isinstance(op, Compact) and op.from_format != op.to_format]
+        return [(op.starts.tolist(), op.lengths.tolist(), op.from_format, op.to_format) for op in ops]
 
-    assert queued(2 * 64, Phase.CHUNK) == ([] if two_tiers else [([0], [0])])
-    assert queued(3 * 64, Phase.PREFILL) == [([0, 64], [0, 0]) if two_tiers else ([64], [0])]
-    assert queued(3 * 64, None) == [] and queued(4 * 64, None) == [([128], [4 * 64])]
+    held = [([0], [0], 2, 1)] if two_tiers else []
+    assert queued(2 * 64, Phase.CHUNK) == [([0], [0], 0, 2 if two_tiers else 1)]
+    assert queued(3 * 64, Phase.PREFILL) == [([64], [0], 0, 1), *held]
+    assert queued(3 * 64, None) == [] and queued(4 * 64, None) == [([128], [4 * 64], 0, 1)]
     seq.release()
-    assert queued(4 * 64 + 1, Phase.END, seq.blocks[:4]) == [([192], [4 * 64 + 1])]
+    assert queued(4 * 64 + 1, Phase.END, seq.blocks[:4]) == [([192], [4 * 64 + 1], 0, 1)]
 
 
 def test_first_decode_step_before_prefill_result_plans_as_prompt():

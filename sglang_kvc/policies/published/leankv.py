@@ -44,11 +44,11 @@ class LeanKV(Policy):
 
     @property
     def unplanned_format(self) -> int:
-        return 2 if self.lag else 0
+        return 2
 
     @property
     def moves(self) -> tuple[tuple[int, int], ...]:
-        return ((1, 1), *([(self.unplanned_format, 1)] if self.lag else []))
+        return ((1, 1), (self.unplanned_format, 1))
 
     def formats(self) -> list[str]:
         return [self.high, self.low]
@@ -59,9 +59,9 @@ class LeanKV(Policy):
         per_head = layout.pages_for(high, layout.block_tokens) + 1
         pages = layout.layers * layout.heads * min(per_head, layout.head_pages_bf16)
         # Both packed formats have two tiers, so that one decode kernel serves them. An unplanned block uses one tier.
-        unplanned = [BlockFormat(high, low, pages=layout.block_pages(high))] if self.lag else []
+        unplanned = BlockFormat(high, low, pages=layout.block_pages(high))
         uncompressed = BlockFormat(BF16, pages=layout.block_pages_bf16)
-        return (uncompressed, BlockFormat(high, low, pages=pages, exact=False), *unplanned)
+        return uncompressed, BlockFormat(high, low, pages=pages, exact=False), unplanned
 
     def assumed_block_ratio(self, layout: PoolLayout) -> float:
         # As if every token were low, times a factor for pruned tokens. That suffices for all rows of docs/quality.md,
