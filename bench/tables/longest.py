@@ -25,8 +25,8 @@ COLUMNS = {
 }
 NOTE = """Tokens of the longest prompt that a server states as its limit and serves, and their ratio to stock bf16's.
 Formats and one-shot budgets pack a prompt chunk by chunk. `leankv` and `kv-compress` rank the tokens of a whole
-sequence, so the prompt must fit uncompressed, beside tables and the
-[reserve for packing](memory.md#memory-accounting). Answers are not checked. n = 1."""
+sequence, so they hold finished chunks [with all their tokens](policies.md#prompts-in-chunks) until the prompt is
+complete. Answers are not checked. n = 1."""
 
 
 def longest(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
