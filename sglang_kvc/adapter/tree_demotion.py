@@ -81,10 +81,10 @@ class DemotionQueue:
     def _loss(self, tier: int, node: UnifiedTreeNode) -> Any:
         """Expected loss per page of moving blocks of `node` out of `tier`, up to a common factor.
 
-        The chance of a use is 1 / age. Ages count accesses to the tree, to which each look at a waiting prompt belongs,
-        or forwards with `--kvc-eviction reuse`.
-        Tensor-parallel ranks agree on both, but not on the time. Blocks of finished sessions move before all others,
-        and those of waiting prompts, which are certain to be used, after them."""
+        The chance of a use is 1 / age. Ages count accesses to the tree, or forwards with `--kvc-eviction reuse`.
+        Each look at a waiting prompt is an access. Tensor-parallel ranks agree on both counts, but not on the time.
+        Blocks of finished sessions move before all others, and those of waiting prompts, which are certain to be used,
+        after them."""
         cost, reuse = self.demotion.cost[tier], self.component.cache.reuse
         if reuse is None:
             return cost / max(1, self.component.tree_core.root_node.last_access_time - node.last_access_time)

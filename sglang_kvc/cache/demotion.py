@@ -30,7 +30,7 @@ class Demotion:
         self.lower = np.array(next_lower(formats, runtime.policy.ladder), dtype=np.int64)
         self.pages = np.array([f.pages for f in formats], dtype=np.int64)
         self.cost = {tier: step_cost(formats[tier], formats[low]) for tier, low in enumerate(self.lower) if low}
-        self.enabled = bool(self.lower.any())
+        self.enabled = bool(self.cost)
         self.lowest = np.arange(len(formats))
         while (below := self.lower[self.lowest]).any():
             self.lowest = np.where(below > 0, below, self.lowest)
