@@ -19,7 +19,8 @@ text. A `--length-scale` below 1 cuts each text at its end. A function runs for 
 
 Prompts go to `/v1/completions` as token ids. `--text` sends words to servers that take no ids. The measurement starts
 when every agent has had its first answer, and lasts `--seconds`. Cache hits are known if the server reports
-`cached_tokens` (SGLang: `--enable-cache-report`). Transfers between tiers are known if it runs this plug-in.
+`cached_tokens` (SGLang: `--enable-cache-report`). Transfers between tiers are known if it runs this plug-in or reports
+the metrics of SGLang's hierarchical cache (`--enable-metrics`).
 
 `agent_targets` compares servers by the number of agents that they serve within the latency targets.
 """
@@ -27,7 +28,6 @@ when every agent has had its first answer, and lasts `--seconds`. Cache hits are
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import random
@@ -48,6 +48,7 @@ from bench.agents.traces import Session, Step
 from bench.common import RESULTS
 from bench.compare import percentile
 from bench.e2e import dialogues
+from bench.e2e.agent_servers import arms, tier_counters
 from bench.e2e.agent_targets import FIRST_TOKEN_S, meets_targets, most_agents, points, scores
 from bench.e2e.completions import Answer, Completions, Server
 from bench.e2e.dialogues import Dialogue
@@ -231,37 +232,7 @@ def summary(answered: Sequence[AnsweredPrompt], seconds: float) -> dict[str, Any
     return out
 
 
-# ---- servers
-
-
-def arms(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Name -> options of a server. All servers have the KV memory of `--tokens` bf16 tokens and the same order of
-    admission. The fp8 servers use pages of 128 tokens, from which FlashAttention 3 reads fp8 faster."""
-    memory, host = ["--max-total-tokens"], str(args.host_gb)
-    attention = ["--attention-backend", common.default_attention()] if common.has_gpu() else []
-    fp8 = ["--kv-cache-dtype", "fp8_e4m3", "--page-size", "128"]
-    stock = common.stock(*memory, str(args.tokens), *attention, *args.server_args.split())
-    stock_fp8 = common.stock(*memory, str(2 * args.tokens), *attention, *fp8, *args.server_args.split())
-    ours = common.kvc("k4v4", *memory, str(args.tokens), *args.server_args.split(), memory=None)
-    tiers = ["--kvc-host-memory", f"{host}GB", "--kvc-eviction", "reuse"]
-    servers = {
-        "stock_bf16": stock,
-        "stock_fp8": stock_fp8,
-        "stock_fp8_hicache": [*stock_fp8, "--enable-hierarchical-cache", "--hicache-size", host],
-        "kvc": ours,
-        "kvc_tiers": [*ours, *tiers],
-    }
-    if args.disk:
-        servers["kvc_disk"] = [*ours, *tiers, "--kvc-disk", args.disk]
-    return {name: [*options, "--schedule-policy", "hrrn", "--enable-cache-report"] for name, options in servers.items()}
-
-
-def tier_counters(url: str) -> dict[str, float]:
-    """Counters of the host and disk tiers; empty for stock servers."""
-    with contextlib.suppress(requests.RequestException, ValueError, KeyError, IndexError):
-        stats = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]["kvc"]["stats"]
-        return {k: v for k, v in stats.items() if k.startswith(("host_", "disk_")) and isinstance(v, (int, float))}
-    return {}
+# ---- results
 
 
 def earlier_rows(args: argparse.Namespace) -> dict[str, Any]:

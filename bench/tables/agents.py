@@ -103,7 +103,8 @@ def _details(curve: dict[int, dict[str, dict]], marks: dict[str, str]) -> list[s
         "and ended sessions per hour, the p50 / p90 seconds of these sessions and the share of them spent in pauses, "
         "and GB/s to / from host memory and disk. An agent's first session counts from the step at which the agent "
         "starts, and sessions that do not end in the window do not count, so long ones are rare. GB/s also cover the "
-        "ramp-up if the file has no `tiers_s`. Stock servers do not report theirs."
+        "ramp-up if the file has no `tiers_s`. The hierarchical cache reports its bytes with `--enable-metrics`, which "
+        "older rows lack."
     )
     rates = ["again", "answers/h", "sessions/h", "session", "host", "disk"]
     head = ["point", "first token, p99", "output token, p99", *rates]

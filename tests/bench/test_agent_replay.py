@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from bench.agents.traces import Session, Step
-from bench.e2e import agent_replay, dialogues
+from bench.e2e import agent_replay, agent_servers, dialogues
 from bench.e2e.agent_replay import (
     Answer,
     AnsweredPrompt,
@@ -164,7 +164,7 @@ class Models:
 
 
 def test_arms_have_equal_memory():
-    arms = agent_replay.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
+    arms = agent_servers.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
     assert {name: options[options.index("--max-total-tokens") + 1] for name, options in arms.items()} == {
         "stock_bf16": "1000", "stock_fp8": "2000", "stock_fp8_hicache": "2000", "kvc": "1000", "kvc_tiers": "1000"
     }  # fmt: skip
@@ -174,16 +174,32 @@ def test_arms_have_equal_memory():
 
 
 def test_disk_arm_adds_only_disk():
-    arms = agent_replay.arms(agent_replay.arguments(["--list-arms", "--disk", "d"]))
+    arms = agent_servers.arms(agent_replay.arguments(["--list-arms", "--disk", "d"]))
     added = [option for option in arms["kvc_disk"] if option not in arms["kvc_tiers"]]
     assert added == ["--kvc-disk", "d"] and len(arms["kvc_disk"]) == len(arms["kvc_tiers"]) + 2
 
 
 def test_arms_admit_in_same_order():
-    arms = agent_replay.arms(agent_replay.arguments(["--list-arms"]))
+    arms = agent_servers.arms(agent_replay.arguments(["--list-arms"]))
     assert all(options[options.index("--schedule-policy") + 1] == "hrrn" for options in arms.values())
-    assert all("--enable-cache-report" in options for options in arms.values())
+    assert all({"--enable-cache-report", "--enable-metrics"} <= {*options} for options in arms.values())
     assert [name for name, options in arms.items() if "--kvc-eviction" in options] == ["kvc_tiers"]
+
+
+HICACHE_METRICS = """\
+# TYPE sglang:hicache_host_total_tokens gauge
+sglang:hicache_host_total_tokens{tp_rank="0"} 5000.0
+# TYPE sglang:load_back_bytes_total counter
+sglang:load_back_bytes_total{tp_rank="0"} 3e+06
+sglang:load_back_bytes_total{tp_rank="1"} 2e+06
+# TYPE sglang:load_back_tokens_total counter
+sglang:load_back_tokens_total{tp_rank="0"} 7.0
+"""
+
+
+def test_hierarchical_cache_reports_bytes_of_all_ranks():
+    assert agent_servers.hicache_counters(HICACHE_METRICS) == {"host_saved_bytes": 0, "host_loaded_bytes": 5e6}
+    assert agent_servers.hicache_counters("sglang:num_running_reqs 3.0\n") == {}
 
 
 def test_streamed_answer_is_timed():
