@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
@@ -24,6 +24,7 @@ class ReuseOrder(EvictionStrategy):
 
     def __init__(self, tree: KvcRadixCache):
         self.tree, self.sessions = tree, Sessions(tree.page_size)
+        self._waiting: dict[Use, Any] = {}  # the session of each waiting prompt -> its request
 
     def get_priority(self, node):
         return rank_of(node)
@@ -74,7 +75,11 @@ class ReuseOrder(EvictionStrategy):
     def wait(self, queue: Iterable) -> None:
         """Set the waiting prompts, and finish expired sessions. Blocks of prompts that have left the queue and of
         expired sessions are re-ranked, because the queues only detect higher ranks."""
-        gone = self.sessions.wait(req.kvc_use for req in queue if hasattr(req, "kvc_use"))
+        requests, self._waiting = self._waiting, {req.kvc_use: req for req in queue if hasattr(req, "kvc_use")}
+        gone = self.sessions.wait(self._waiting)
+        for use in gone:
+            if use.busy and not requests[use].kv.holds_kv:  # SGLang does not release a request that never ran
+                self.sessions.abandon(use)
         for use in (*gone, *self.sessions.expire(self._clock)):
             self._rank_again(use)
 

@@ -34,6 +34,7 @@ class Use:
     leaf: last node of the tree that its last prompt found or left.
     priority: of its last request; the larger, the longer its blocks stay.
     steps: steps of its workflow until it runs again; 1 if its client gave none.
+    previous: `prompt` and `done` before its last request, which may be aborted before it runs.
     """
 
     log_pause: float
@@ -45,6 +46,7 @@ class Use:
     leaf: Any = None
     priority: float = 0.0
     steps: int = 1
+    previous: tuple[int, bool] = (0, False)
 
     def rank(self) -> tuple[int, float, float]:
         """Rank of the session's blocks; the lowest is evicted first. Finished sessions come first, then paused ones by
@@ -111,6 +113,7 @@ class Sessions:
             use = Use(self.log_pause)
         else:
             use, pause = before, math.log(max(1, now - before.ended) / max(1, before.steps))
+            use.previous = use.prompt, use.done
             use.log_pause += GAIN * (pause - use.log_pause)
             self.log_pause += PRIOR_GAIN * (pause - self.log_pause)
             use.busy, use.done = True, False
@@ -130,6 +133,12 @@ class Sessions:
                 use.place = next(self.places)
         self.waiting = waiting
         return gone
+
+    def abandon(self, use: Use) -> None:
+        """The request of `use` was aborted before it ran. The session is as it was before it arrived, so that another
+        try continues it."""
+        use.busy = False
+        use.prompt, use.done = use.previous
 
     def interrupt(self, use: Use, now: int) -> None:
         """The running request of `use` goes back to the end of the line."""

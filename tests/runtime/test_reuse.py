@@ -235,29 +235,31 @@ class Queue:
     def arrive(self, tokens: list[int], last: bool = False, priority: float = 0.0, **hints):
         req = SimpleNamespace(
             origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, cache_salt=None,
-            kvc_hints=Hints(last, **hints)
+            kvc_hints=Hints(last, **hints), kv=SimpleNamespace(holds_kv=False)
         )  # fmt: skip
         self.reuse.arrive(req, priority)
         self.waiting.append(req)
         self.reuse.wait(self.waiting)
         return req
 
-    def leave(self, req) -> None:
+    def leave(self, req, admitted: bool = False) -> None:
+        """`req` leaves the queue, because it is admitted or aborted."""
+        req.kv.holds_kv = admitted
         self.waiting.remove(req)
         self.reuse.wait(self.waiting)
 
     def turn(self, tokens: list[int], last: bool = False, priority: float = 0.0, **hints) -> None:
         """A request from its arrival to its end."""
         req = self.arrive(tokens, last, priority, **hints)
-        self.leave(req)
+        self.leave(req, admitted=True)
         run = self.server.admit(tokens, use=req)
         self.server.finish(run)
 
-    def evicted(self) -> int | None:
-        """The prompt that the next eviction takes."""
-        before = self.cached()
-        with self.server.runtime.capacity.exact_need(self.server.allocator.available_size() + P):
-            self.server.tree.evict(EvictParams(num_tokens=P))
+    def evicted(self, blocks: int = 1) -> int | None:
+        """The prompt, of this number of blocks, that the next eviction takes."""
+        before, tokens = self.cached(), blocks * P
+        with self.server.runtime.capacity.exact_need(self.server.allocator.available_size() + tokens):
+            self.server.tree.evict(EvictParams(num_tokens=tokens))
         (victim,) = before - self.cached()
         return victim
 
@@ -306,6 +308,23 @@ def test_prefix_of_aborted_prompt_is_evicted_in_usual_order():
     assert last_in_line.key.token_ids[0] == 2000
     queue.leave(aborted)
     assert [queue.evicted() for _ in range(2)] == [0, 2]
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_aborted_prompt_leaves_its_session_as_it_was(retried):
+    """The client may try again, and its hint then holds for all blocks of the session."""
+    queue = Queue()
+    queue.turn(prompt(0))
+    queue.turn(prompt(1), last=not retried)
+    longer = [*prompt(1)[:P], *range(1900, 1900 + P), 1]
+    session = queue.reuse.sessions
+    aborted = queue.arrive(longer)
+    assert aborted.kvc_use.busy
+    queue.leave(aborted)
+    assert not aborted.kvc_use.busy and not session.waiting
+    if retried:
+        queue.turn(longer, last=True)
+    assert queue.evicted(blocks=1 + retried) == 1
 
 
 @pytest.mark.parametrize("leaves", [False, True])
