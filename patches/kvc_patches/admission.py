@@ -1,8 +1,8 @@
 """`schedule_policy.PrefillAdder`: prompts and chunks wait for the memory that they need packed.
 
 SGLang continues a partly prefilled prompt even if no memory is free, and a failed allocation ends the scheduler. While
-others decode, returning the request unchanged parks it for a step, together with all later prompts (SGLang does so for
-hybrid models). Finished or retracted requests then make room.
+others decode or loads are under way, returning the request unchanged parks it for a step, together with all later
+prompts (SGLang does so for hybrid models). Finished or retracted requests and finished loads then make room.
 
 With `--enable-mixed-chunk` the decode step of the running requests joins each prefill, and SGLang does not check its
 memory. A pass therefore leaves the blocks of that step free.
@@ -75,7 +75,9 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
 def around_add_chunked_req(orig, self, req):
     """Let a chunk wait for its blocks. It is not cut where SGLang would cut it to keep its reserve for answers."""
     runtime = runtime_of(self.token_to_kv_pool_allocator)
-    if runtime is None or self.running_batch is None or self.running_batch.is_empty():
+    self.kvc_chunked_req = req
+    others_run = self.running_batch is not None and not self.running_batch.is_empty()
+    if runtime is None or not (others_run or getattr(self.tree_cache, "loads", None)):
         return orig(self, req)
     from sglang_kvc.adapter.admission import chunk_credit
 

@@ -42,7 +42,8 @@ def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
         return None
     others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
     queued = tree.queued_load_tokens
-    hit = tree.bring_back(req, room=lambda: adder.rem_total_tokens, others_run=others_run)
+    rest = _rest_of_chunked(adder, tree.runtime)
+    hit = tree.bring_back(req, room=lambda: adder.rem_total_tokens - rest, others_run=others_run)
     claimed = tree.queued_load_tokens - queued  # later prompts must not take the memory of this load
     adder.memory_budget.total_offset += claimed
     adder.memory_budget.current_offset += claimed
@@ -52,6 +53,19 @@ def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
         req.kvc_waits_for = None
     loading = AddReqResult.OTHER if keeps_row else AddReqResult.CONTINUE
     return {Hit.LOADING: loading, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
+
+
+def _rest_of_chunked(adder: Any, runtime: Runtime) -> float:
+    """Tokens of memory that a partly prefilled prompt needs after this pass."""
+    req = getattr(adder, "kvc_chunked_req", None)
+    if req is None:
+        return 0.0
+    done = req.extend_end if adder.can_run_list[:1] == [req] else req.kvc.length
+    rest = len(req.full_untruncated_fill_ids) - done
+    if not rest:
+        return 0.0
+    answer = _uncompressed(req)[1]
+    return runtime.capacity.rest_tokens(req.kvc, rest, answer, format_id_of(runtime, req), chunk_tokens())
 
 
 def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:
@@ -81,8 +95,8 @@ def chunk_credit(adder: Any, runtime: Runtime, req: Any) -> int | None:
     end = min(len(req.full_untruncated_fill_ids), req.prefix_len + adder.rem_chunk_tokens)
     need = runtime.capacity.new_block_tokens([req.kvc], [end]) + adder.kvc_decode_tokens
     shortage = adder.rem_chunk_tokens - int(adder.rem_total_tokens)
-    packs_at_end = req.kvc.one_shot is not None and not req.kvc.one_shot.segment_blocks
-    return runtime.capacity.chunk_credit(need, shortage, len(adder.running_batch.reqs), packs_at_end)
+    running = 0 if adder.running_batch is None else len(adder.running_batch.reqs)
+    return runtime.capacity.chunk_credit(need, shortage, running, req.kvc.stays_uncompressed)
 
 
 def _staged(adder: Any, runtime: Runtime, req: Any) -> int:

@@ -8,7 +8,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from ..cache.runtime import Runtime
 from ..options.config import REUSE
-from .request_limits import format_id_of
+from .request_limits import chunk_tokens, format_id_of
 from .tree_prefetch import prefetch
 
 MOST_LEFT_OUT = 15  # passes in a row
@@ -80,11 +80,14 @@ def after_pass(runtime: Runtime, scheduler: Any, plan: Any, was_full: bool) -> N
 def _unclaimed_tokens(scheduler: Any, runtime: Runtime, plan: Any) -> float:
     """Tokens of memory that neither the running nor the admitted requests may need."""
     admitted = [] if plan.batch_to_run is None else plan.batch_to_run.reqs
-    claimed = 0.0
+    capacity, claimed = runtime.capacity, 0.0
     # A dictionary, not a set: all ranks must add the floats in the same order.
     for req in dict.fromkeys([*plan.running_batch.reqs, *admitted, *filter(None, [scheduler.chunked_req])]):
         answer = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
         answer *= scheduler.new_token_ratio_tracker.current
-        prompt = 0 if req.kvc is None else max(0, len(req.full_untruncated_fill_ids) - req.kvc.length)
-        claimed += runtime.capacity.running_tokens(req.kvc, prompt + answer, format_id_of(runtime, req))
+        rest = 0 if req.kvc is None else max(0, len(req.full_untruncated_fill_ids) - req.kvc.length)
+        if rest:
+            claimed += capacity.rest_tokens(req.kvc, rest, answer, format_id_of(runtime, req), chunk_tokens())
+        else:
+            claimed += capacity.running_tokens(req.kvc, answer, format_id_of(runtime, req))
     return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size() - claimed

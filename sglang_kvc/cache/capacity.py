@@ -170,7 +170,7 @@ class Capacity:
         return OneShotRoom(self)
 
     def prompt_tokens(
-        self, new: int, answer: int, format_id: int, chunk: int | None, budget: Budget | None = None
+        self, new: int, answer: float, format_id: int, chunk: int | None, budget: Budget | None = None
     ) -> float:
         """Memory that a prompt of `new` uncached tokens needs at most, with that expected for an answer of `answer`.
 
@@ -182,6 +182,14 @@ class Capacity:
             return self.one_shot.need(budget, new, answer, format_id, chunk)
         unpacked = new if chunk is None else min(new, 2 * chunk + self.window)
         return unpacked + self.growth_tokens(new - unpacked + answer, format_id, unpacked, new - unpacked)
+
+    def rest_tokens(self, seq: Sequence, rest: int, answer: float, format_id: int, chunk: int | None) -> float:
+        """Memory that a partly prefilled prompt needs at most for its `rest` other tokens, in whole blocks, with that
+        expected for an answer of `answer`."""
+        p = self.layout.block_tokens
+        if seq.stays_uncompressed:
+            return rest + min(answer, p) + p
+        return self.prompt_tokens(rest, answer, format_id, chunk) + p
 
     def longest_request(self, format_id: int, chunk: int | None) -> int:
         """Tokens of the longest request that an empty server admits, however they are divided into prompt and answer.
@@ -204,18 +212,18 @@ class Capacity:
         need = self.prompt_tokens(new, 0, format_id, chunk, budget) + self.layout.block_tokens
         return need < self.sizing.capacity_tokens
 
-    def chunk_credit(self, need: int, shortage: int, running: int, packs_at_end: bool = False) -> int | None:
+    def chunk_credit(self, need: int, shortage: int, running: int, stays_uncompressed: bool = False) -> int | None:
         """Tokens that the next chunk of a prompt may draw from the reserve for answers; None: the chunk waits.
 
         `need`: tokens of its new blocks. `shortage`: tokens that SGLang would cut from it to keep the reserve. A chunk
         draws on the reserve only until it is packed, so it is not cut while each of the `running` requests can still
-        get a block. `packs_at_end`: the chunk is packed only when its prompt is complete.
+        get a block. `stays_uncompressed`: the chunk is packed only when its prompt is complete.
         """
         room = self.reachable_tokens()
         if need > room:
             return None
         others_can_grow = need + running * self.layout.block_tokens <= room
-        return max(0, shortage) if others_can_grow and not packs_at_end else 0
+        return max(0, shortage) if others_can_grow and not stays_uncompressed else 0
 
     # ---- staging: fake-quantized copies of cached blocks that running windows keep uncompressed
 

@@ -114,6 +114,11 @@ class Sequence:
         return self.one_shot is not None and not self.one_shot.packed
 
     @property
+    def stays_uncompressed(self) -> bool:
+        """Whether none of its prompt is packed before the prompt is complete."""
+        return self.one_shot is not None and not self.one_shot.packed and not self.one_shot.segment_blocks
+
+    @property
     def gap(self) -> int:
         """Number of places without tokens; the kept tokens lie in the blocks before them."""
         return 0 if self.one_shot is None else self.one_shot.dropped

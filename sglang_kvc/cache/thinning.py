@@ -65,7 +65,7 @@ class OneShotRoom:
                 f"none, or use a prompt of up to {self.room - self.block_tokens} tokens."
             )
 
-    def need(self, budget: Budget, tokens: int, answer: int, format_id: int, chunk: int | None) -> float:
+    def need(self, budget: Budget, tokens: int, answer: float, format_id: int, chunk: int | None) -> float:
         """Maximum memory that a prompt of `tokens` tokens with an answer of `answer` needs; above the capacity if it
         never fits.
 

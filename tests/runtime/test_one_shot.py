@@ -222,7 +222,7 @@ def test_admission_counts_whole_uncompressed_prompt(runtime):
     limit = runtime.sizing.capacity_tokens
     assert capacity.prompt_ever_fits(limit - 1, 1, chunk) and not capacity.prompt_ever_fits(limit - 1, 1, None, budget)
     # A chunk may not draw on the reserve for answers, because it is not packed soon.
-    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, packs_at_end=True) == 0
+    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, stays_uncompressed=True) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels import ops
-from sglang_kvc.adapter import decode_memory
+from sglang_kvc.adapter import admission, decode_memory, waiting_queue
 from sglang_kvc.adapter.admission import wait_for_blocks
 from sglang_kvc.adapter.tree_host import Hit
 from sglang_kvc.adapter.tree_prefetch import prefetch
@@ -43,6 +44,38 @@ def turns_until(server: Overlap, condition) -> int:
             return turn
         server.turn()
     raise AssertionError("200 turns")
+
+
+@pytest.mark.parametrize(
+    ("level", "stored", "blocks", "written"), [("lossless", 31, 6, 5), ("one-shot:8x", 25, 8, 4)]
+)
+@pytest.mark.parametrize("claimed", [True, False])
+def test_load_leaves_lone_chunked_prompt_its_memory(monkeypatch, level, stored, blocks, written, claimed):
+    """A prompt that stays uncompressed until it is complete runs alone, and another one asks for a load of six turns
+    that would take its memory. Even if the load takes it (not `claimed`), the next chunk waits instead of failing."""
+    if not claimed:
+        monkeypatch.setattr(waiting_queue, "_unclaimed_tokens", lambda scheduler, runtime, plan: math.inf)
+        monkeypatch.setattr(admission, "_rest_of_chunked", lambda adder, runtime: 0.0)
+    runtime = make_runtime(blocks=10, high="k4v4", window=0, host_memory=2_000_000)
+    with configured(runtime, P, retract_every=10**6):
+        server = Overlap(runtime, P, disable=False, context=4096)
+        server.check_every = 1000
+        prefix = [*range(stored * P), 1]
+        server.submit(prefix, [5000], None, None)
+        turns_until(server, lambda: not server.busy)
+        server.tree_cache.evict(EvictParams(num_tokens=10**9))
+        tier, asked = runtime.host_tier, []
+        arrived = tier.arrived
+        monkeypatch.setattr(tier, "arrived", lambda: arrived() if len(asked) >= 6 or asked.append(0) else 0)
+        server.submit([100_000 + i for i in range(blocks * P + 1)], [6000], level, None)
+        alone = server.requests["1"]
+        turns_until(server, lambda: getattr(alone, "kvc", None) is not None and alone.kvc.length >= written * P)
+        server.submit(prefix, [5001], None, None)
+        waits = server.requests["2"]
+        server.turn()
+        assert bool(tier.loading) is not claimed
+        turns_until(server, lambda: not server.busy)
+        assert alone.finished() and waits.finished() and waits.cached_tokens == stored * P
 
 
 def test_load_begins_while_chunks_of_another_prompt_run():
