@@ -26,17 +26,15 @@ OURS = {
 
 
 def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Score]:
-    """Output tokens/s of each of our servers relative to the fastest stock bf16 server."""
-    point = f"c{args.prompts}"
-    best = arms.fastest(numbers, arms.BF16, point, lambda run: run["output_tok_s"])
-    if best is None:
-        return {}
-    name = "papers.longgen_text.vs_bf16" if args.text else "papers.longgen.vs_bf16"
+    """Output tokens/s of each of our servers relative to the fastest stock bf16 and stock fp8 servers."""
+    point, load = f"c{args.prompts}", "papers.longgen_text" if args.text else "papers.longgen"
     result = {}
-    for server in arms.servers_at(numbers, point):
-        if server.startswith("kvc_"):
-            score = serving.ratio(numbers[f"{server}.{point}"], numbers[best], "output_tok_s")
-            result[f"{name}.{server.removeprefix('kvc_')}"] = score
+    for name, dtype in (("vs_bf16", arms.BF16), ("vs_fp8", arms.FP8)):
+        best = arms.fastest(numbers, dtype, point, lambda run: run["output_tok_s"])
+        for server in arms.servers_at(numbers, point) if best else ():
+            if server.startswith("kvc_"):
+                score = serving.ratio(numbers[f"{server}.{point}"], numbers[best], "output_tok_s")
+                result[f"{load}.{name}.{server.removeprefix('kvc_')}"] = score
     return result
 
 

@@ -20,12 +20,13 @@ OURS = {
 }
 # Loads by the scores that their files have.
 LOADS = {
-    "papers.longgen.vs_bf16": "An 8B Llama's shape, random weights:",
-    "papers.longgen_text.vs_bf16": "Qwen2.5-Coder-1.5B, prompts from a text:",
+    "papers.longgen": "An 8B Llama's shape, random weights:",
+    "papers.longgen_text": "Qwen2.5-Coder-1.5B, prompts from a text:",
 }
+BASELINES = ("vs_bf16", "vs_fp8")
 NOTE = """64 requests with 512 prompt tokens and 8192 output tokens, in the memory of 120,000 bf16 tokens. *Running* is
-the number of requests that decode at the same time, from the server's log. Stock bf16 of the same device and commit is
-the baseline. Attention decides the size of `leankv`, so random weights say little about it. n = 1."""
+the number of requests that decode at the same time, from the server's log. Ratios are to stock servers of the same
+run. Attention decides the size of `leankv`, so random weights say little about it. n = 1."""
 
 
 def long_answers(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
@@ -34,7 +35,8 @@ def long_answers(board: dict[str, dict], results: Path) -> tuple[list[str], set[
     out = []
     for prefix, title in LOADS.items():
         rows = [row for record in records if _has(record, prefix) for row in _rows(record, prefix)]
-        head = ["server", "output tokens/s", "vs. stock bf16", "running, median", "running, most", "measured"]
+        head = ["server", "output tokens/s", "vs. stock bf16", "vs. stock fp8"]
+        head += ["running, median", "running, most", "measured"]
         out += [title, "", *lines(head, rows)] if rows else []
     names = {n for n in board if n.startswith(tuple(f"{prefix}." for prefix in LOADS))}
     return titled("Long answers", [NOTE, "", *out] if out else []), names
@@ -50,12 +52,12 @@ def _rows(record: dict, prefix: str) -> list[list[str]]:
         server = name.removesuffix(POINT)
         ours = server.removeprefix("kvc_")
         stock = not server.startswith("kvc_")
-        ratio = record["scores"].get(f"{prefix}.{ours}")
+        ratios = [record["scores"].get(f"{prefix}.{base}.{ours}") for base in BASELINES]
         origin = f"{short(record['device'])} at {row.get('source', record['commit'])[:7]}"
         rows.append([
             arms.describe(row["options"]) if stock else OURS.get(ours, f"`{ours}`"),
             f"{row['output_tok_s']:.0f}",
-            f"{ratio['value']:.2f}x" if ratio and not stock else "",
+            *(f"{ratio['value']:.2f}x" if ratio and not stock else "" for ratio in ratios),
             f"{row['running_median']:.0f}",
             f"{row['running_most']:.0f}",
             origin + (", another host" if "another host" in row.get("source", "") else ""),
