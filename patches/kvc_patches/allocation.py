@@ -34,10 +34,13 @@ def around_alloc_for_extend(orig, batch):
 def _new_sequence(runtime, tree, req):
     """The record of a request that starts, or resumes after a retraction."""
     from sglang_kvc.adapter.request_limits import budget_of, chunk_tokens, format_id_of
+    from sglang_kvc.cache.one_shot import chat_tail
 
     format_id = format_id_of(runtime, req)
     if (budget := budget_of(req)) is not None:
-        return runtime.new_one_shot(budget, len(req.full_untruncated_fill_ids), format_id, chunk_tokens())
+        prompt = req.full_untruncated_fill_ids
+        tail = chat_tail(prompt, req.eos_token_ids or ())
+        return runtime.new_one_shot(budget, len(prompt), format_id, chunk_tokens(), tail)
     cached = req.kv.cache_protected_len
     blocks = tree.path_blocks(req.last_node)[: cached // runtime.layout.block_tokens]
     return runtime.new_sequence(blocks, cached, format_id)

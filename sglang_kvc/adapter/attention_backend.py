@@ -125,8 +125,12 @@ class KvcAttnBackend(AttentionBackend):
             if seq is None or (prompt := seq.one_shot) is None or seq.decoding:
                 continue
             if prompt.queries is None:
-                prompt.queries = ops.LastQueries(self.runtime.store, self.query_heads, WINDOW)
-            rows.append((slice(end - min(new, WINDOW), end), prompt.queries))
+                prompt.queries = ops.LastQueries(self.runtime.store, self.query_heads, WINDOW, prompt.tail)
+            first, tail = seq.length - new, prompt.tail
+            if not seq.probe_tokens(first, seq.length, prompt.tokens):  # a probe ends with the prompt's tail
+                tail = max(0, seq.length - (prompt.tokens - tail))
+            if (asking := new - tail) > 0:
+                rows.append((slice(end - tail - min(asking, WINDOW), end - tail), prompt.queries))
         return rows
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "one-shot"
 WINDOW = 8  # queries at the end of a prompt that rank its tokens: KVC-w8
+MOST_TAIL = 12  # tokens after the last message of a chat: its end, and what opens the answer
 POOL = 7  # neighbors over which scores are pooled, as the paper does for KVC-w
 REACH = 48  # tokens after a token that share its score: a long value follows what the question attends to
 SHARE = 0.1  # the share of its score that these tokens get
@@ -30,6 +32,14 @@ SINKS = 4  # first tokens of a prompt, which every head keeps
 HEAD_LIMIT = 4  # maximum pages of a head, as a multiple of the average
 RATIOS = (1.0, 64.0)
 MIN_TOKENS = 65  # a smaller number is a ratio without its x: pages hold about as many tokens
+
+
+def chat_tail(tokens: Sequence[int], ends: Collection[int]) -> int:
+    """Number of last `tokens` that a chat template adds after the last message: the mark of its end, one of `ends`, and
+    what opens the answer. They ask nothing, so their queries do not rank the prompt's tokens. 0: it is no chat, or the
+    answer is already begun."""
+    last = tokens[-MOST_TAIL:]
+    return next((len(last) - i for i in reversed(range(len(last))) if last[i] in ends), 0)
 
 
 @dataclass(frozen=True)
@@ -65,15 +75,15 @@ class Budget:
     def __str__(self) -> str:
         return f"{PREFIX}:{self.tokens}" if self.ratio is None else f"{PREFIX}:{self.ratio:g}x"
 
-    def plan(self, layout: PoolLayout, fmt: Format, blocks: int, tokens: int) -> Plan | None:
+    def plan(self, layout: PoolLayout, fmt: Format, blocks: int, tokens: int, tail: int = 0) -> Plan | None:
         """Sizes for a prompt of `tokens` tokens with `blocks` full blocks, stored in `fmt`; None: all of it is kept.
 
-        A head keeps at least the pages of the sinks and of the last queries' own tokens, so a short prompt may miss its
-        ratio.
+        A head keeps at least the pages of the sinks, of the last queries' own tokens and of the `tail` tokens after
+        them, so a short prompt may miss its ratio.
         """
         page_tokens, heads = layout.page(fmt).tokens, layout.layers * layout.heads
         per_block = layout.block_tokens // page_tokens
-        last = max(0, WINDOW - (tokens - blocks * layout.block_tokens))
+        last = max(0, WINDOW + tail - (tokens - blocks * layout.block_tokens))
         floor = -(-(SINKS + last) // page_tokens)
         if self.ratio is None:
             budget_pages = self.tokens * heads / page_tokens  # type: ignore[operator]  # one of both is set
@@ -100,7 +110,8 @@ class Plan:
     pages: in total, over all layers and local heads.
     kept_blocks: number of blocks that the kept tokens fill, from the prompt's first; no head keeps more than they hold.
     floor: minimum pages of a head.
-    last: number of last tokens of the full blocks whose queries rank all tokens; they are always kept.
+    last: number of last tokens of the full blocks whose queries rank all tokens, or that follow these; they are always
+        kept.
     """
 
     pages: int
@@ -118,6 +129,7 @@ class OneShotPrompt:
     queries: its last query rows, from the first forward of the prompt until that is packed.
     packed: whether the packing of the whole prompt is queued; the answer is then packed like any other.
     tokens: length of the prompt.
+    tail: number of its last tokens that a chat template added (`chat_tail`).
     segment_blocks: blocks that each segment keeps until the prompt is complete; 0: it is uncompressed until then.
     reserved: number of first places of the sequence that keep their blocks until then.
     first, dropped, num_spare: the gap: first place, number of places without tokens, and how many of these, from the
@@ -127,6 +139,7 @@ class OneShotPrompt:
     budget: Budget
     format_id: int
     tokens: int
+    tail: int = 0
     segment_blocks: int = 0
     reserved: int = 0
     row: int = -1

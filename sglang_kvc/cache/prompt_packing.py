@@ -25,8 +25,9 @@ def queue_segments(runtime: Runtime, seq: Sequence, length: int) -> None:
     is queued if the prompt stays uncompressed until it is complete."""
     block_tokens, prompt, segment = runtime.layout.block_tokens, seq.one_shot, thinning.SEGMENT
     assert prompt is not None
-    # The last queries' own tokens are never dropped.
-    first, end = seq.window_start, min(length, prompt.tokens - WINDOW) // block_tokens // segment * segment
+    # The last queries' own tokens, and those after them, are never dropped.
+    most = min(length, prompt.tokens - WINDOW - prompt.tail)
+    first, end = seq.window_start, most // block_tokens // segment * segment
     if prompt.segment_blocks == thinning.UNTHINNED or end <= first:
         return
     left = np.asarray(seq.slide(end * block_tokens), dtype=np.int64)
@@ -60,7 +61,7 @@ def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
     seq.format_id, prompt.packed = prompt.format_id, True
     queries, prompt.queries = prompt.queries, None
     fmt = runtime.store.block_formats[seq.format_id].high
-    plan = prompt.budget.plan(runtime.layout, fmt, full, seq.prompt) if full else None
+    plan = prompt.budget.plan(runtime.layout, fmt, full, seq.prompt, prompt.tail) if full else None
     if plan is None:
         runtime.queue_due(left, seq.format_id, length if length > seq.prompt else 0)
         return

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .one_shot import Budget
+from .one_shot import MOST_TAIL, Budget
 
 if TYPE_CHECKING:
     from .capacity import Capacity
@@ -125,7 +125,7 @@ class OneShotRoom:
         layout, p = self.capacity.layout, self.block_tokens
         full, tail = divmod(tokens, p)
         fmt = self.capacity.block_formats[format_id].high
-        plan = budget.plan(layout, fmt, full, tokens) if full else None
+        plan = budget.plan(layout, fmt, full, tokens, MOST_TAIL) if full else None  # the tail is not known yet
         if plan is None:
             return self.capacity.packed_tokens(full * p, format_id) + tail, full + 1
         blocks = plan.kept_blocks

@@ -82,20 +82,33 @@ def test_mixed_decode_step_skips_gaps(packed):
         assert ((out[3:].double() - want).norm() / want.norm()) < 1e-2
 
 
-def test_last_queries_are_kept_across_chunks(packed):
-    """Three requests: one that prefills its prompt in chunks, one of another kind, and one that decodes."""
+@pytest.mark.parametrize("tail", [0, 3, 10])
+def test_last_queries_are_kept_across_chunks(packed, tail):
+    """Three requests: one that prefills its prompt in chunks, one of another kind, and one that decodes. The last
+    `tail` tokens of the prompt do not count."""
     store, _, _, gaps, slots = packed
-    prompt = SimpleNamespace(queries=None)
-    chunked = SimpleNamespace(one_shot=prompt, decoding=False)
+    prompt = SimpleNamespace(queries=None, tokens=26, tail=tail)
+    chunked = SimpleNamespace(one_shot=prompt, decoding=False, length=0, probe_tokens=lambda first, end, tokens: 0)
     others = [SimpleNamespace(one_shot=None, decoding=False), SimpleNamespace(one_shot=prompt, decoding=True), None]
     backend = backend_of(store, gaps, slots, None)
     seen, gen = [], torch.Generator().manual_seed(0)
     for chunk in (20, 5, 1):
         q = torch.randn(3 + chunk + 2, 4, 32, generator=gen).to(store.dtype)
+        chunked.length += chunk
         stored = backend._last_queries([others[0], chunked, others[1], others[2]], [3, chunk, 1, 1])
-        assert len(stored) == 1
+        assert len(stored) <= 1
         for rows, queries in stored:
             queries.add(1, q[rows], scale=0.5, logit_cap=0.0)
         seen += list(q[3 : 3 + chunk])
-    assert torch.equal(prompt.queries.rows[1], torch.stack(seen[-WINDOW:])) and not prompt.queries.rows[0].any()
+    wanted = torch.stack(seen[: 26 - tail][-WINDOW:])
+    assert torch.equal(prompt.queries.rows[1], wanted) and not prompt.queries.rows[0].any()
     assert prompt.queries.scaling[1] == (0.5, 0.0)
+
+
+def test_probe_ends_with_chat_tail(packed):
+    """The last rows of a chunk that ends with a probe are those of the prompt's last tokens."""
+    store, _, _, gaps, slots = packed
+    prompt = SimpleNamespace(queries=None, tokens=500, tail=5)
+    seq = SimpleNamespace(one_shot=prompt, decoding=False, length=40, probe_tokens=lambda first, end, tokens: 16)
+    ((rows, queries),) = backend_of(store, gaps, slots, None)._last_queries([seq], [30])
+    assert rows == slice(30 - 5 - WINDOW, 30 - 5) and queries.tail == 5

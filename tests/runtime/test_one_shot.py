@@ -13,13 +13,35 @@ from kvc_kernels.formats import FORMATS
 from kvc_kernels.layout import RING_ENTRY_BYTES, PoolLayout, page_bytes_for
 from kvc_kernels.store import SCRATCH_BLOCK
 from sglang_kvc.cache import one_shot
-from sglang_kvc.cache.one_shot import SINKS, WINDOW, Budget
+from sglang_kvc.cache.one_shot import MOST_TAIL, SINKS, WINDOW, Budget, chat_tail
 from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.stats.collect import measure
 from tests.support.no_sync import NoSync
 
 from .model import D, H, L, P, make_runtime
 from .one_shot_reference import slow_kept
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tail"),
+    [
+        ([5, 6, 7, 90, 1, 91, 2, 1], 5),  # <|im_end|> \n <|im_start|> assistant \n
+        ([90, 1, 91, 2, 1, 5, 6, 90, 1, 91, 2, 1], 5),  # the last message only
+        ([90, 1, 91, 2, 1, *range(10, 10 + MOST_TAIL)], 0),  # the answer is already begun
+        ([5, 6, 7], 0),
+    ],
+)
+def test_chat_template_after_question_is_tail(prompt, tail):
+    assert chat_tail(prompt, {90, 99}) == tail and chat_tail(prompt, ()) == 0
+
+
+def test_chat_tail_is_kept():
+    runtime = make_runtime(high="k4v4", window=0)
+    fmt, budget = runtime.store.block_formats[1].high, Budget.parse("one-shot:64x")
+    tokens = 4 * P + 3
+    without, with_tail = (budget.plan(runtime.layout, fmt, 4, tokens, tail) for tail in (0, 5))
+    assert (without.last, with_tail.last) == (WINDOW - 3, WINDOW + 5 - 3)
+
 
 
 @pytest.mark.parametrize("text", ["one-shot:16x", "one-shot:1x", "one-shot:2.5x", "one-shot:64x", "one-shot:1024"])

@@ -21,9 +21,11 @@ STEP_ELEMENTS = {"cpu": 1 << 20, "cuda": MAX_ELEMENTS}
 
 
 class LastQueries:
-    """The last w query rows of one prompt in every layer, model dtype `[L, w, Hq, D]`, however it is chunked."""
+    """The last w query rows of one prompt before its last `tail` tokens, in every layer, model dtype `[L, w, Hq, D]`,
+    however it is chunked."""
 
-    def __init__(self, store: PageStore, query_heads: int, window: int):
+    def __init__(self, store: PageStore, query_heads: int, window: int, tail: int = 0):
+        self.tail = tail
         layout = store.layout
         shape = (layout.layers, window, query_heads, layout.head_dim)
         self.rows = torch.zeros(shape, dtype=store.dtype, device=store.device)
@@ -60,9 +62,9 @@ def prompt_scores(
     equal scale and logit cap (KV-Compress, equations 8 and 10, squared): the sum over these queries and the query heads
     of a group of A^2.
 
-    `blocks[nb]`: the blocks that hold `tokens` >= w tokens of the prompt. The first `packed` of them hold all of theirs
-    at `format_id`, the others are uncompressed; the last w tokens are the queries' own. Heads are taken a few at a
-    time, so that temporaries stay small.
+    `blocks[nb]`: the blocks that hold `tokens` >= w + tail tokens of the prompt. The first `packed` of them hold all of
+    theirs at `format_id`, the others are uncompressed. The last w tokens before the tail are the queries' own; the tail
+    gets 0. Heads are taken a few at a time, so that temporaries stay small.
     """
     layout, rows = store.layout, queries.rows[layers]
     scale, logit_cap = queries.scaling[layers.start]
@@ -72,12 +74,12 @@ def prompt_scores(
     headers = store.headers[blocks[:packed], layers].flatten(1, 2).transpose(0, 1)
     q_rows = rows.transpose(1, 2).flatten(0, 1)  # [n * Hq, w, D]
     step = max(1, STEP_ELEMENTS[store.device.type] // (tokens * max(layout.head_dim, group * window)))
-    out = torch.empty((heads, tokens), device=store.device)
+    out, seen = torch.zeros((heads, tokens), device=store.device), tokens - queries.tail
     for at in range(0, heads, step):
         end = min(at + step, heads)
-        keys = stored_keys(store, table[at:end], headers[at:end], packed, format_id)[:, :tokens]
+        keys = stored_keys(store, table[at:end], headers[at:end], packed, format_id)[:, :seen]
         weights = query_weights(q_rows[at * group : end * group], keys, None, 0, window, scale, logit_cap)
-        out[at:end] = weights.square_().sum((1, 2))
+        out[at:end, :seen] = weights.square_().sum((1, 2))
     return out.view(-1, layout.heads, tokens)
 
 

@@ -26,21 +26,23 @@ def slow_scores(q, k, scale, cap):
 
 
 @pytest.mark.parametrize("elements", [1 << 23, 1])  # all heads at once, one at a time
-@pytest.mark.parametrize("cap", [0.0, 3.0])
-def test_scores_are_squared_attention(monkeypatch, cap, elements):
+@pytest.mark.parametrize(("cap", "tail"), [(0.0, 0), (3.0, 0), (0.0, 5)])
+def test_scores_are_squared_attention(monkeypatch, cap, tail, elements):
     monkeypatch.setitem(prompt_end.STEP_ELEMENTS, "cpu", elements)
     store, tokens = make_store(block_tokens=P, layers=2, heads=2), 3 * P + 5
     blocks = torch.tensor([4, 1, 6, 2])
     k, v = random_kv(store, tokens)
     fill(store, blocks, k, v)
-    queries = ops.LastQueries(store, 2 * GROUP, WINDOW)
+    queries = ops.LastQueries(store, 2 * GROUP, WINDOW, tail)
     q = torch.randn(2, WINDOW, 2 * GROUP, 32, generator=torch.Generator().manual_seed(3)).to(store.dtype)
     for layer in range(2):
         queries.add(layer, q[layer], scale=0.1 + layer, logit_cap=cap)
         (scores,) = ops.prompt_scores(store, slice(layer, layer + 1), blocks, tokens, queries)
-        want = slow_scores(q[layer].double().numpy(), k[layer].double().numpy(), 0.1 + layer, cap)
+        keys = k[layer, : tokens - tail].double().numpy()
+        want = slow_scores(q[layer].double().numpy(), keys, 0.1 + layer, cap)
         assert scores.shape == (2, tokens) and torch.isfinite(scores).all()
-        np.testing.assert_allclose(scores.numpy(), want, rtol=2e-4, atol=1e-6)
+        np.testing.assert_allclose(scores[:, : tokens - tail].numpy(), want, rtol=2e-4, atol=1e-6)
+        assert not scores[:, tokens - tail :].any()
 
 
 @pytest.mark.parametrize("packed", [1, 3])
