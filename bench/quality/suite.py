@@ -16,7 +16,7 @@ from bench.quality.fewshot import shots
 from bench.quality.humaneval import STOP, passes, solved
 from bench.quality.records import records, same_value
 from bench.quality.run import SCORED
-from bench.quality.tasks import Context, Maker, right
+from bench.quality.tasks import Context, Maker, names, right
 
 NLL = "nll"  # likelihood task, which has passages instead of questions
 DEFAULT = ("niah", "kv", NLL)
@@ -37,6 +37,11 @@ class Task:
 
 def _numbered(make: Callable[[Maker, int, int], Context]) -> Callable[[Maker, Any], list[Context]]:
     return lambda maker, args: [make(maker, args.first + i, args.length) for i in range(args.contexts)]
+
+
+def _chat(make: Callable[[Maker, int, int], Context]) -> Task:
+    """The task without the beginning of its answers."""
+    return Task(lambda maker, args: _numbered(make)(maker.as_chat(), args), names, tokens=30)
 
 
 def _ruler(task: str) -> Callable[[Maker, Any], list[Context]]:
@@ -60,6 +65,8 @@ def _chains(maker: Maker, args) -> list[Context]:
 TASKS = {
     "niah": Task(_numbered(Maker.needles)),
     "kv": Task(_numbered(Maker.dictionary)),
+    "niah-chat": _chat(Maker.needles),
+    "kv-chat": _chat(Maker.dictionary),
     "fewshot": Task(_numbered(shots), tokens=3),
     "extract": Task(_numbered(records), same_value, tokens=6),
     "vt": Task(_ruler("vt"), ruler.names_all, tokens=30),

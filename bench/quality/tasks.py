@@ -5,6 +5,7 @@ Contexts and questions are token ids, so that a context is an exact prefix of al
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 TITLES = {
     "niah": "8 needles",
     "kv": "dictionary",
+    "niah-chat": "8 needles, chat",
+    "kv-chat": "dictionary, chat",
     "fewshot": "few-shot",
     "extract": "extraction",
     "vt": "RULER variables",
@@ -39,7 +42,13 @@ class Context:
 
 
 class Maker:
-    """Creates contexts in the tokens of one model. Equal arguments give equal contexts."""
+    """Creates contexts in the tokens of one model. Equal arguments give equal contexts.
+
+    A question is followed by the beginning of its answer, which repeats the key. In a chat it is not: the prompt ends
+    with what the chat template adds after the question.
+    """
+
+    chat = False
 
     def __init__(self, tok, essays: str):
         self.tok = tok
@@ -58,8 +67,13 @@ class Maker:
     def ids(self, text: str) -> list[int]:
         return self.tok(text, add_special_tokens=False).input_ids
 
+    def as_chat(self) -> Maker:
+        maker = copy.copy(self)
+        maker.chat = True
+        return maker
+
     def question(self, ask: str, begin: str, answer: str) -> Question:
-        return Question(tuple(self.ids(f"\n\n{ask}{self.tail}{begin}")), answer)
+        return Question(tuple(self.ids(f"\n\n{ask}{self.tail}{'' if self.chat else begin}")), answer)
 
     def haystack(self, rng: random.Random, tokens: int) -> list[str]:
         """Consecutive sentences of the essays, with at least `tokens` tokens."""
@@ -119,3 +133,8 @@ class Maker:
 def right(answer: str, text: str) -> bool:
     """Whether the generated text starts with the answer."""
     return text.strip().lstrip('"').startswith(answer)
+
+
+def names(answer: str, text: str) -> bool:
+    """Whether the generated text contains the answer, a number."""
+    return re.search(rf"(?<!\d){answer}(?!\d)", text) is not None

@@ -50,6 +50,22 @@ def test_few_shot_labels_occur_only_in_context(maker):
     assert [q.answer for q in other.questions] != [q.answer for q in context.questions]
 
 
+def test_chat_question_ends_with_template(maker):
+    """The contexts and questions are those of the task, but the answer is not begun."""
+    args = SimpleNamespace(first=0, contexts=2, length=4000)
+    for context, chat in zip(*(suite.TASKS[name].make(maker, args) for name in ("kv", "kv-chat")), strict=True):
+        assert chat.ids == context.ids
+        for q, c in zip(context.questions, chat.questions, strict=True):
+            assert text(c.ask).endswith("?</><assistant>") and text(q.ask).startswith(text(c.ask))
+            assert c.answer == q.answer and len(q.ask) > len(c.ask)
+
+
+def test_number_in_answer_is_found():
+    right = suite.TASKS["kv-chat"].right
+    assert right("1234", 'The value of "x" is 1234.') and right("1234", "1234")
+    assert not right("1234", "12345 or 51234") and not right("1234", "none")
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_question_asks_for_field_of_document(maker, number):
     context = records(maker, number, 2500)
