@@ -30,8 +30,9 @@ def most_agents(numbers: dict[str, dict]) -> dict[str, int]:
 
 
 def scores(numbers: dict[str, dict], endless: float, prefix: str = "agents") -> dict[str, Score]:
-    """Ratios of the maximum number of agents of `kvc_tiers` to that of each other server, and the hit rate of
-    `kvc_tiers` at twice the knee of `kvc` relative to `endless`, the hit rate of a cache that never evicts."""
+    """Ratios of the maximum number of agents of `kvc_tiers` to that of each other server, the hit rate of `kvc_tiers`
+    at twice the knee of `kvc` relative to `endless`, the hit rate of a cache that never evicts, and the hit rate of
+    each point that this run measured (`curve`)."""
     rows_by_server, max_agents, result = points(numbers), most_agents(numbers), {}
     unit = f"x agents, p90 within {FIRST_TOKEN_S:g} s to the first token and {1000 * OUTPUT_TOKEN_S:g} ms per token"
     missed = {server for server, rows in rows_by_server.items() if not all(meets_targets(row) for _, row in rows)}
@@ -51,6 +52,10 @@ def scores(numbers: dict[str, dict], endless: float, prefix: str = "agents") -> 
         source, known = _source(tiers, 2 * agents), _source(rows_by_server["kvc"], agents)
         baseline = f"{2 * agents} agents{source}; the hit rate of kvc drops after {agents}{known}"
         result[f"{prefix}.hit_of_endless_2x"] = Score(share, "of an endless cache's hit rate", baseline)
+    for server, rows in rows_by_server.items():
+        for n, row in rows:
+            if row.get("from_cache") is not None and "source" not in row:
+                result[f"{prefix}.curve.{server}.{n}"] = Score(row["from_cache"], "of prompt tokens from the cache", "")
     return result
 
 

@@ -14,7 +14,7 @@ from .text import CARDS, lines, titled
 
 def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
     """Tables of hit rates and step times over the number of agents, for each GPU model."""
-    out, used = [], {n for n in board if n.startswith("agents.curve.")}
+    out, used = [], {n for n in board if n.startswith("agents.") and ".curve." in n}
     for card, name in CARDS.items():
         for bench in ("agent_replay", "agent_replay_bfcl"):
             out += _replayed(results / "e2e" / f"{bench}_{card}.json", name)

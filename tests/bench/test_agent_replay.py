@@ -114,12 +114,15 @@ def test_scores_compare_most_agents():
     numbers |= {"kvc.a16": row(1.0, 0.87), "kvc.a32": row(3.0), "kvc_tiers.a32": row(1.0, 0.9)}
     numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # its limit is not reached
     compared = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
+    rates = {k: compared.pop(k).value for k in list(compared) if ".curve." in k}
+    assert len(rates) == 7 and rates["agents.curve.kvc.16"] == 0.87
     assert {k: v.value for k, v in compared.items()} == {
         "agents.vs_bf16": 4.0, "agents.tiers_vs_static": 2.0, "agents.hit_of_endless_2x": pytest.approx(0.9 / 0.96)
     }  # fmt: skip
     assert "at least" in compared["agents.vs_bf16"].unit
     elsewhere = scores(numbers | {"stock_bf16.a8": row(1.0) | {"source": "another host"}}, endless=0.96)
     assert elsewhere["agents.vs_bf16"].baseline == "stock_bf16, 8 agents (another host)"
+    assert "agents.curve.stock_bf16.8" not in elsewhere and "agents.curve.stock_bf16.16" in elsewhere
     elsewhere = scores(numbers | {"kvc_tiers.a32": row(1.0, 0.9) | {"source": "another host"}}, endless=0.96)
     assert elsewhere["agents.hit_of_endless_2x"].baseline.startswith("32 agents (another host); ")
     ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
@@ -377,8 +380,10 @@ def test_result_file_without_workload_has_traces(bfcl, monkeypatch, tmp_path):
 def test_scores_of_workloads_have_different_names():
     slow, fast = ({"first_token_s_p90": s, "output_token_s_p90": 0.02, "from_cache": 0.5} for s in (3.0, 1.0))
     numbers = {"kvc_tiers.a8": fast, "stock_fp8.a8": fast, "stock_fp8.a16": slow}
-    assert scores(numbers, 0.9, agent_replay.SCORE_PREFIXES["bfcl"]).keys() == {"agents.bfcl.vs_fp8"}
-    assert scores(numbers, 0.9).keys() == {"agents.vs_fp8"}
+    points = ("vs_fp8", "curve.kvc_tiers.8", "curve.stock_fp8.8", "curve.stock_fp8.16")
+    named = scores(numbers, 0.9, agent_replay.SCORE_PREFIXES["bfcl"])
+    assert named.keys() == {f"agents.bfcl.{point}" for point in points}
+    assert scores(numbers, 0.9).keys() == {f"agents.{point}" for point in points}
 
 
 @pytest.mark.parametrize("argv", ["traces --workload bfcl", "", "--workload bfcl --text"])
