@@ -10,7 +10,7 @@ from unittest.mock import patch
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import schedule_batch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
@@ -44,6 +44,10 @@ def _around(owner, name: str, hook):
     return patch.object(owner, name, lambda *args, **kwargs: hook(orig, *args, **kwargs))
 
 
+def _host_hits(orig, req):
+    return admission.after_host_hits(orig(req), req)
+
+
 def _mix(orig, batch, running_batch):
     allocation.before_mix_with_running(batch, running_batch)
     orig(batch, running_batch)
@@ -64,6 +68,7 @@ def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = Fa
             return
         for name, hook in ADDER_HOOKS.items():
             stack.enter_context(_around(PrefillAdder, name, hook))
+        stack.enter_context(_around(Req, "materialized_host_hit_len", _host_hits))
         for name, hook in POLICY_HOOKS.items():
             stack.enter_context(_around(SchedulePolicy, name, hook))
         for name, hook in ALLOCATION_HOOKS.items():

@@ -1,4 +1,4 @@
-"""`schedule_policy.PrefillAdder`: prompts and chunks wait for the memory that they need packed.
+"""`schedule_policy.PrefillAdder` and `Req`: prompts and chunks wait for the memory that they need packed.
 
 SGLang continues a partly prefilled prompt even if no memory is free, and a failed allocation ends the scheduler. While
 others decode or loads are under way, returning the request unchanged parks it for a step, together with all later
@@ -16,6 +16,7 @@ from .lookup import runtime_of
 from .registry import hook
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+HOST_HITS = "sglang.srt.managers.schedule_batch.Req.materialized_host_hit_len"
 ANY_PROMPT = 1 << 30  # tokens, more than any prompt needs
 INIT = (
     "self page_size tree_cache token_to_kv_pool_allocator running_batch new_token_ratio rem_input_tokens "
@@ -122,9 +123,17 @@ def around_running_offset(orig, self, req):
     return runtime.capacity.running_tokens(getattr(req, "kvc", None), growth, format_id_of(runtime, req))
 
 
+def after_host_hits(result, self):
+    """Return the tokens that were loaded for a prompt before its admission, where SGLang loads them.
+
+    SGLang reads this only to report hits by their source."""
+    return getattr(self, "kvc_host_hits", result)
+
+
 def register() -> None:
     hook(f"{ADDER}.__init__", "around", INIT, around_init)
     hook(f"{ADDER}.add_one_req", "around", "self req has_chunked_req truncation_align_size", around_add_one_req)
     hook(f"{ADDER}.add_chunked_req", "around", "self req", around_add_chunked_req)
     hook(f"{ADDER}.preempt_to_schedule", "around", "self req", around_preempt_to_schedule)
     hook(f"{ADDER}._get_running_request_total_token_offset", "around", "self req", around_running_offset)
+    hook(HOST_HITS, "after", "self", after_host_hits)

@@ -59,6 +59,7 @@ TARGETS = frozenset(
         f"{_SCHEDULER}.process_batch_result",
         f"{_SCHEDULER}.run_batch",
         f"{_SRT}.managers.schedule_batch.Req.get_fill_ids",
+        f"{_SRT}.managers.schedule_batch.Req.materialized_host_hit_len",
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.mix_with_running",
         f"{_SRT}.managers.schedule_batch.release_req",

@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResul
 from ..cache.blocks import NO_BLOCKS
 from ..cache.runtime import Runtime
 from .decode_memory import sequences_of
+from .hit_sources import count_hits
 from .request_limits import budget_of, chunk_tokens, format_id_of
 from .tree_host import Hit
 
@@ -28,8 +29,16 @@ def reserve_decode_step(adder: Any, runtime: Runtime, running_batch: Any, mixed:
 
 
 def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
-    """SGLang's result for a prompt whose cached blocks are in files or in host memory; None: admit it without waiting
-    for them.
+    """SGLang's result for a prompt whose cached blocks are in files or in host memory; None: admit it with those that
+    are on the device."""
+    wait = _transfer_blocks(adder, req)
+    if wait is None:
+        count_hits(req)
+    return wait
+
+
+def _transfer_blocks(adder: Any, req: Any) -> AddReqResult | None:
+    """Begin or check the transfer of the prompt's blocks; the result is that of `wait_for_blocks`.
 
     While the blocks are being read, the prompt is skipped and later prompts are admitted. If requests were preempted
     for it, later prompts wait, too, because they would take its row."""

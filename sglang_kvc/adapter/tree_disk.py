@@ -24,6 +24,7 @@ from ..options.conflicts import ranks_per_host
 from ..options.request_quality import is_private
 from .backend_store import BackendStore, backend_settings
 from .block_key import BlockKey
+from .hit_sources import note_read
 from .tree_component import written_at
 from .tree_host import HostCache
 
@@ -37,11 +38,13 @@ MOST_LOOKUPS, MOST_WAIT = 64, 1000
 
 @dataclass
 class _PrefixFetch:
-    """A prompt's blocks after the node `anchor`, which are looked up in the store and then read from it. `key` holds
-    their tokens. `host_lock` keeps the anchor in the tree; None: the anchor was dropped."""
+    """A prompt's blocks after the node `anchor`, which are looked up in the store and then read from it. They begin at
+    token `start`, and `key` holds their tokens. `host_lock` keeps the anchor in the tree; None: the anchor was
+    dropped."""
 
     req: Any
     anchor: int
+    start: int
     key: BlockKey
     hashes: list[str]
     fetch: Fetch | None
@@ -200,7 +203,7 @@ class DiskCache(HostCache):
             return True
         hashes = get_storage_hash_str(key, before, page_size=p)
         lock = self.inc_host_lock_ref(node.id).to_dec_params()
-        fetched = _PrefixFetch(req, node.id, key, hashes, None, lock)
+        fetched = _PrefixFetch(req, node.id, begin, key, hashes, None, lock)
         if self.disk.store.local:
             return self._begin(fetched, self.disk.record_sizes(_keys(hashes)))
         fetched.lookup = self.disk.lookup(_keys(hashes))
@@ -305,6 +308,7 @@ class DiskCache(HostCache):
             if self.reuse is not None:
                 self.reuse.find_again(fetched.req)
             unused = np.concatenate((intact[: result.prefix_len // p], unused))  # already in the tree
+            note_read(fetched.req, fetched.start + result.prefix_len, fetched.start + len(key))
         if len(unused):
             tier.free(unused)
         fetched.req.kvc_found -= (len(ids) - num_found) * p

@@ -21,6 +21,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from .hit_sources import note_loaded
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -45,9 +47,10 @@ class Hit(Enum):
 
 @dataclass(eq=False)
 class _Load:
-    """A load of the stored blocks `ids`, which lie on the path to the node `anchor` from token `start` on. `loading` is
-    None until the turn in which it begins."""
+    """A load of the stored blocks `ids` for the prompt `req`. They lie on the path to the node `anchor` from token
+    `start` on. `loading` is None until the turn in which it begins."""
 
+    req: Any
     anchor: int
     start: int
     ids: np.ndarray
@@ -218,7 +221,7 @@ class HostCache(UnifiedRadixCache):
         for node in nodes:
             node.load_back_pending_id = node_id
         start = sum(len(n.key) for n in self._path(nodes[0].parent))
-        self.loads.append(_Load(node_id, start, ids, lock, host_lock))
+        self.loads.append(_Load(req, node_id, start, ids, lock, host_lock))
         return Hit.LOADING
 
     @property
@@ -332,6 +335,7 @@ class HostCache(UnifiedRadixCache):
             transfer = PoolTransfer(name=PoolName.KV, nodes_to_load=evicted)
             slots = self.component.slots_of(np.concatenate(restored))
             self._apply_cache_actions(core.commit_load_back(load.anchor, slots, transfer, {}))
+            note_loaded(load.req, at - len(slots), at)  # the nodes before them were computed again
         self._unlock(load)
 
     @property
