@@ -8,6 +8,7 @@ copies K/V buffers, is never built.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
@@ -22,6 +23,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from .hit_sources import note_loaded
+from .tree_metrics import TierMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +59,7 @@ class _Load:
     lock: Any
     host_lock: Any
     loading: Loading | None = None
+    began: float = 0.0  # with `--enable-metrics`
 
 
 class HostPool:
@@ -99,6 +102,7 @@ class HostCache(UnifiedRadixCache):
     loads_canceled = 0
     transfers_ended = 0  # loads, reads and lookups that have ended or been canceled since start
     reuse: ReuseOrder | None = None  # with `--kvc-eviction reuse`
+    tier_metrics: TierMetrics | None = None  # with `--enable-metrics`
 
     @property
     def component(self) -> BlockComponent:
@@ -114,6 +118,8 @@ class HostCache(UnifiedRadixCache):
         self.loads: list[_Load] = []
         self.tree_core.set_hicache_enabled()
         self.is_write_back = True
+        if self.metrics_collector is not None:
+            self.tier_metrics = TierMetrics(self.metrics_collector, tier, self.page_size)
         logger.info(
             "kvc: host memory of %.2f GiB holds %d blocks of the smallest storage format",
             tier.memory.data.nbytes / 2**30,
@@ -240,6 +246,8 @@ class HostCache(UnifiedRadixCache):
         for load in self._queued_loads:
             if self._make_room(load.ids):
                 load.loading = self.host_tier.load(load.ids)
+                if self.tier_metrics is not None:
+                    load.began = time.perf_counter()
             else:
                 self._cancel(load)
 
@@ -287,13 +295,18 @@ class HostCache(UnifiedRadixCache):
         """Called by the scheduler in every turn, before a pass."""
         self.enter_arrived()
         self.begin_loads()
+        if self.tier_metrics is not None:
+            self.tier_metrics.report_saves()
 
     def enter_arrived(self) -> None:
         """Enter finished loads into the tree."""
         arrived = self._agreed(self.host_tier.arrived()) if self.loads else 0
         for _ in range(arrived):
             self.host_tier.take_arrived()
-            self._enter(self.loads.pop(0))
+            load = self.loads.pop(0)
+            self._enter(load)
+            if self.tier_metrics is not None:
+                self.tier_metrics.report_load(load.loading, load.began)
             self._note_end()
 
     def _note_end(self) -> None:

@@ -42,6 +42,7 @@ class HostTier:
         self.disk: DiskTier | None = None
         self.stored = 0  # blocks in host memory
         self.saved_blocks = self.loaded_blocks = 0  # totals since start
+        self._unsaved = 0  # planned saves whose stored block was freed first, since `take_unsaved`
         self.arrived_bytes, self.load_ms = 0, 0.0  # bytes of finished loads since start, and their time on the device
         self.loading: deque[Loading] = deque()
         # Blocks, their stored blocks and the generations of these, of saves that are not in the operation queue yet.
@@ -79,7 +80,9 @@ class HostTier:
         blocks, ids, generations = map(np.concatenate, zip(*self._planned))
         self._planned.clear()
         kept = self.generation[ids] == generations
+        self._unsaved += len(ids)
         blocks, ids = blocks[kept], ids[kept]
+        self._unsaved -= len(ids)
         records = self.runtime.blocks
         self.format_id[ids] = records.format_id[blocks]
         self.pages[ids] = self.runtime.ledger.charge[blocks]
@@ -88,6 +91,11 @@ class HostTier:
         for k in np.unique(widths).tolist():
             same = widths == k
             self.runtime.log.push(Save(blocks[same], self.units[ids[same], :k]))
+
+    def take_unsaved(self) -> int:
+        """Number of blocks that were not copied for this reason since the last call."""
+        unsaved, self._unsaved = self._unsaved, 0
+        return unsaved
 
     def _take(self, needed: np.ndarray) -> np.ndarray:
         """Ids, int64 `[n]`, of stored blocks with `needed[n]` units each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,28 @@ class Loading:
         return max((self.began.elapsed_time(event) for event in self.events), default=0.0)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A finished copy of one buffer to the host, and its time: on the device, or on a CPU that of the host."""
+
+    blocks: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """Part of a save, in one buffer, that may still run to `units[n, k]`.
+
+    number: that of its save. began, ended: CUDA events at its ends; `began` is None unless saves are timed.
+    """
+
+    units: np.ndarray
+    number: int
+    began: Any
+    ended: Any
+
+
 @dataclass
 class _Fill:
     """Blocks `ids` int64 `[n]` that have pages and are filled from `units[n, k]` of the host memory. The first `done`
@@ -82,8 +105,9 @@ class Transfers:
         new = partial(torch.cuda.Stream, store.device) if self.on_gpu else lambda: None
         self.save_stream, self.load_stream, self.move_stream = new(), new(), new()
         self.save_buffers, self.load_buffers = self._buffers(SAVE_BUFFERS), self._buffers(LOAD_BUFFERS)
-        # Event, first units and number of each save that may still run, one entry per buffer.
-        self.saving: deque[tuple[Any, np.ndarray, int]] = deque()
+        self.timed = False  # whether `take_saved` gives the saves that have ended
+        self.saving: deque[_Saving] = deque()
+        self.saved: list[Saved] = []
         self.fills: deque[_Fill] = deque()  # launched in part or not at all
         self.batch = 0  # number of the saves that the next flush launches
         self._queued = False  # whether there are any
@@ -103,6 +127,10 @@ class Transfers:
         event = torch.cuda.Event(enable_timing=timing)
         event.record(stream)
         return event
+
+    def _now(self, stream: Any) -> Any:
+        """The time on `stream`: an event, or on the CPU that of the host's clock in seconds."""
+        return self._event(stream, timing=True) if self.on_gpu else time.perf_counter()
 
     def _rows(self, buffer: torch.Tensor, units_each: int) -> torch.Tensor:
         """`buffer` viewed as records of `units_each` units, uint8 `[n, bytes]`."""
@@ -130,12 +158,16 @@ class Transfers:
                 if self.on_gpu:
                     filled.record(forward)
                     filled.wait(self.save_stream)
+                began = self._now(self.save_stream) if self.timed else None
                 torch.cuda.set_stream(self.save_stream)
                 self._copy(units[part], rows, to_host=True)
                 torch.cuda.set_stream(forward)
                 if self.on_gpu:
                     emptied.record(self.save_stream)
-                    self.saving.append((self._event(self.save_stream), units[part, 0], self.batch))
+                    ended = self._event(self.save_stream, timing=self.timed)
+                    self.saving.append(_Saving(units[part], self.batch, began, ended))
+                elif self.timed:
+                    self._note_saved(units[part], time.perf_counter() - began)
 
     def queue_save(self) -> int:
         """Note that a save is queued; returns its number."""
@@ -153,16 +185,27 @@ class Transfers:
 
     def num_saved(self) -> int:
         """A number below which all saves have ended."""
-        while self.saving and self.saving[0][0].query():
-            self.saving.popleft()
-        return self.saving[0][2] if self.saving else self.batch
+        while self.saving and self.saving[0].ended.query():
+            save = self.saving.popleft()
+            if save.began is not None:
+                self._note_saved(save.units, save.began.elapsed_time(save.ended) / 1e3)
+        return self.saving[0].number if self.saving else self.batch
+
+    def _note_saved(self, units: np.ndarray, seconds: float) -> None:
+        self.saved.append(Saved(len(units), units.size * self.memory.unit_bytes, seconds))
+
+    def take_saved(self) -> list[Saved]:
+        """Saves that have ended since the last call, one entry per buffer. Only if `timed`."""
+        self.num_saved()
+        saved, self.saved = self.saved, []
+        return saved
 
     def _wait_saved(self, first_units: np.ndarray) -> None:
         """Make the host wait until the records at `first_units` are complete."""
         self.num_saved()
-        for ended, units, _ in self.saving:
-            if np.isin(first_units, units).any():
-                ended.synchronize()
+        for save in self.saving:
+            if np.isin(first_units, save.units[:, 0]).any():
+                save.ended.synchronize()
 
     def load(self, blocks: np.ndarray, format_id: int, units: np.ndarray, loading: Loading) -> None:
         """Give `blocks[n]` pages, to be filled from `units[n, k]` by `launch_fills`."""
@@ -237,4 +280,5 @@ class Transfers:
         if self.on_gpu:
             for stream in (self.save_stream, self.load_stream, self.move_stream):
                 stream.synchronize()
+            self.num_saved()
             self.saving.clear()

@@ -47,6 +47,7 @@ def test_blocks_come_back_while_others_are_written(options):
     )
     runtime.attach_host_tier()
     draw, tier = random.Random(0), runtime.host_tier
+    tier.transfers.timed = True
     resident: list[tuple[int, str]] = []  # packed blocks and their digests
     stored: list[tuple[int, str]] = []  # stored blocks and their digests
     for turn in range(40):
@@ -82,6 +83,10 @@ def test_blocks_come_back_while_others_are_written(options):
         assert digests(runtime, [b for b, _ in resident]) == [d for _, d in resident]
     assert tier.saved_blocks > 30 and tier.loaded_blocks > 10
     assert tier.load_ms > 0 and tier.arrived_bytes == tier.transfers.bytes_loaded > 0
+    saved = tier.transfers.take_saved()
+    assert sum(save.num_bytes for save in saved) == tier.transfers.bytes_saved
+    assert sum(save.blocks for save in saved) == tier.saved_blocks
+    assert all(0 < save.seconds < 1 for save in saved)
 
 
 def filled_tier(buffers: int) -> tuple[Runtime, list[int], list[str]]:
