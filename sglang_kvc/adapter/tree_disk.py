@@ -76,6 +76,8 @@ class DiskCache(HostCache):
             self.cache_controller.storage_backend_type = config.storage
         if store is not None:
             self.disk = self.host_tier.disk = DiskTier(self.host_tier, store)
+            if self.tier_metrics is not None:
+                self.tier_metrics.attach_storage(config.storage or "kvc-disk")
 
     def _reset_full(self) -> None:
         wait([read for f in getattr(self, "fetches", ()) for read in f.fetch.reads])
@@ -278,6 +280,8 @@ class DiskCache(HostCache):
         while self.fetches and self._agreed(int(self.fetches[0].fetch.finished)):
             self._enter_fetched(self.fetches.pop(0))
             self._note_end()
+        if self.tier_metrics is not None:
+            self.tier_metrics.report_writes(self.disk.written_blocks)
 
     def _note_end(self) -> None:
         super()._note_end()
@@ -297,6 +301,8 @@ class DiskCache(HostCache):
         num_found = self._agreed(fetched.fetch.found) if fetched.host_lock is not None else 0
         intact, unused = ids[:num_found], ids[num_found:]
         if num_found:
+            if self.tier_metrics is not None:
+                self.tier_metrics.report_reads(num_found)
             tier.pages[intact] = self.runtime.reduce_max(torch.from_numpy(tier.pages[intact])).numpy()
             key = fetched.key[: num_found * p]
             result = self.tree_core.insert_host(

@@ -74,6 +74,7 @@ class DiskTier:
         self._waiting: deque[tuple[int, int, bytes]] = deque()  # stored block, its generation, key
         self._writing: deque[Future] = deque()
         self._fetches: deque[Fetch] = deque()  # whose reads have not begun
+        self.written_blocks = 0  # since start
 
     # ---- to the disk
 
@@ -94,7 +95,8 @@ class DiskTier:
             parts = zip(fetch.ids.tolist(), fetch.keys, fetch.sizes)
             fetch.reads = [self._readers.submit(self._read, i, key, size) for i, key, size in parts]
         while self._writing and self._writing[0].done():
-            self._writing.popleft()
+            write = self._writing.popleft()
+            self.written_blocks += write.exception() is None and write.result()
         while self._waiting and len(self._writing) < MAX_WRITES:
             i, generation, key = self._waiting[0]
             if self.tier.generation[i] == generation:
@@ -103,16 +105,18 @@ class DiskTier:
                 self._writing.append(self._writers.submit(self._write, self.store, i, generation, key))
             self._waiting.popleft()
 
-    def _write(self, store: BlockStore, i: int, generation: int, key: bytes) -> None:
-        """Write a copy of a record, unless its block left host memory while it was copied.
+    def _write(self, store: BlockStore, i: int, generation: int, key: bytes) -> bool:
+        """Write a copy of a record, unless its block left host memory while it was copied; returns whether it is
+        stored.
 
         Host memory thus never waits for a disk, and all ranks have the same room in it whatever their disks do."""
         tier = self.tier
         stored = Stored(int(tier.format_id[i]), int(tier.pages[i]), int(tier.start[i]))
         units = tier.units[i]
         record = tier.memory.data.numpy()[units[units >= 0]].ravel()
-        if tier.generation[i] == generation:
-            store.write(key, stored, record[: tier.layout.record.num_bytes(stored.pages)])
+        if tier.generation[i] != generation:
+            return False
+        return store.write(key, stored, record[: tier.layout.record.num_bytes(stored.pages)])
 
     # ---- from the disk
 

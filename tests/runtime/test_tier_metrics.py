@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sglang.srt.mem_cache.unified_cache import storage_attachment
+from sglang.srt.mem_cache.unified_cache.storage_attachment import StorageAttachment
 
+from sglang_kvc.adapter import tree_metrics
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
+from sglang_kvc.adapter.tree_metrics import storage_labels
 from sglang_kvc.cache.transfers import Loading, _Saving
 
 from .model import P
 from .test_hit_sources import answered
-from .test_stored_prompts import EVERYTHING, serve, tokens
+from .test_stored_prompts import EVERYTHING, finish_writes, serve, tokens
 
 PROMPT = [*tokens(1, 4), 1]
 
@@ -52,12 +57,26 @@ class FakeCollector:
     def observe_eviction_duration(self, duration_seconds: float) -> None:
         self.seconds["evicted"].append(duration_seconds)
 
+    def log_prefetched_tokens(self, prefetched_tokens: int) -> None:
+        self.counts["prefetched"] += prefetched_tokens
+
+    def log_backuped_tokens(self, backuped_tokens: int) -> None:
+        self.counts["backuped"] += backuped_tokens
+
 
 @pytest.fixture
 def collector(monkeypatch):
     """The collector of servers that start in this test."""
     fake = FakeCollector()
     monkeypatch.setattr(KvcRadixCache, "metrics_collector", fake)
+    return fake
+
+
+@pytest.fixture
+def storage(monkeypatch):
+    """The collector of the disk tier of servers that start in this test."""
+    fake = FakeCollector()
+    monkeypatch.setattr(tree_metrics, "resolve_collector_class", lambda role, default: lambda labels: fake)
     return fake
 
 
@@ -158,3 +177,40 @@ def test_device_times_are_read_from_events_that_have_passed(collector):
         loading = Loading(np.zeros(3, dtype=int), num_bytes=7, began=FakeEvent(1), events=[FakeEvent(3), FakeEvent(9)])
         tree.tier_metrics.report_load(loading, 0.0)
         assert collector.seconds["loaded"] == [0.008]
+
+
+def test_reads_and_writes_of_files_are_counted(collector, storage, tmp_path):
+    with serve(tmp_path) as server:
+        answered(server, PROMPT)
+        finish_writes(server)
+        assert storage.counts == {"backuped": 4 * P}
+        evict(server)
+        finish_writes(server)
+        assert storage.counts == {"backuped": 4 * P}  # they are in files already
+    with serve(tmp_path) as server:
+        answered(server, PROMPT)
+        assert storage.counts == {"backuped": 4 * P, "prefetched": 4 * P}
+
+
+def test_failed_writes_and_damaged_files_are_not_counted(collector, storage, tmp_path, monkeypatch):
+    with serve(tmp_path) as server:
+        answered(server, PROMPT)
+        finish_writes(server)
+    storage.counts.clear()
+    for i, path in enumerate(sorted(path for path in tmp_path.rglob("*") if path.is_file())):
+        path.write_bytes(path.read_bytes()[:-1] + b"?" * (i % 2 == 0))
+    with serve(tmp_path) as server:
+        monkeypatch.setattr(server.tree_cache.disk.store, "write", lambda *args: False)
+        req = answered(server, PROMPT)
+        finish_writes(server)
+        assert storage.counts["prefetched"] == req.cached_tokens < 4 * P and not storage.counts["backuped"]
+
+
+def test_storage_metrics_have_the_labels_of_sglang(collector, monkeypatch):
+    collector.labels |= {"pp_rank": 0, "dp_rank": 0, "team": "a"}
+    monkeypatch.setattr(storage_attachment, "resolve_collector_class", lambda role, default: SimpleNamespace)
+    ranks = SimpleNamespace(tp_rank=0, dp_rank=0, pp_rank=0, pp_size=1)
+    controller = SimpleNamespace(storage_config=ranks, get_attn_cp_rank_and_size=lambda: (0, 1))
+    cache = SimpleNamespace(cache_controller=controller, storage_metrics_collector=None)
+    stock = StorageAttachment(cache)._resolve_metrics_collector("file", {"team": "a"})
+    assert storage_labels(collector.labels, "file") == stock.labels
