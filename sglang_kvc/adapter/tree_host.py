@@ -99,7 +99,6 @@ class HostCache(UnifiedRadixCache):
 
     runtime: Runtime
     host_tier: HostTier | None = None
-    loads_canceled = 0
     transfers_ended = 0  # loads, reads and lookups that have ended or been canceled since start
     reuse: ReuseOrder | None = None  # with `--kvc-eviction reuse`
     tier_metrics: TierMetrics | None = None  # with `--enable-metrics`
@@ -130,6 +129,10 @@ class HostCache(UnifiedRadixCache):
         super()._reset_full()
         self.loads = []
         self.transfers_ended += 1
+
+    @property
+    def loads_canceled(self) -> int:
+        return self.runtime.counters.canceled_loads
 
     @property
     def transferring(self) -> bool:
@@ -261,7 +264,7 @@ class HostCache(UnifiedRadixCache):
 
     def _cancel(self, load: _Load) -> None:
         """Remove a queued load. Its prompts ask again."""
-        self.loads_canceled += 1
+        self.runtime.counters.canceled_loads += 1
         self.loads.remove(load)
         self._unlock(load)
         self._note_end()

@@ -14,3 +14,4 @@ class Counters:
     transfer_ms: float = 0.0  # host time of copies to and from host memory, likewise
     evicted_blocks: int = 0
     demoted_blocks: int = 0  # moves to a lower format; also counted as compactions
+    canceled_loads: int = 0  # whose memory was needed before they began

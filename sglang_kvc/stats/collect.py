@@ -112,6 +112,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         compaction_ms=runtime.counters.compaction_ms,
         evicted_blocks=runtime.counters.evicted_blocks,
         demoted_blocks=runtime.counters.demoted_blocks,
+        canceled_loads=runtime.counters.canceled_loads,
         transfer_ms=runtime.counters.transfer_ms,
         **({} if runtime.host_tier is None else _host(runtime.host_tier)),
     )
@@ -128,6 +129,7 @@ def _host(tier: HostTier) -> dict[str, Any]:
         "host_loaded_bytes": tier.transfers.bytes_loaded,
         "host_arrived_bytes": tier.arrived_bytes,
         "host_load_ms": tier.load_ms,
+        "host_loading": len(tier.loading),
     }
 
 

@@ -45,6 +45,8 @@ class KvcStats:
     host_loaded_bytes: int = 0  # bytes copied back since start, those of loads under way included
     host_arrived_bytes: int = 0  # bytes of finished loads
     host_load_ms: float = 0.0  # time of these on the device, from first copy to last page; 0 on the CPU
+    host_loading: int = 0  # loads under way
+    canceled_loads: int = 0  # loads since start whose memory was needed before they began; their prompts ask again
     transfer_ms: float = 0.0  # host time of both, like `compaction_ms`
     disk_bytes: int = 0  # bytes of files; with a storage backend, bytes that this server wrote
     disk_bytes_total: int = 0  # 0: there is no disk tier, or a storage backend

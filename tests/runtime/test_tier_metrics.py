@@ -14,10 +14,11 @@ from sglang_kvc.adapter import tree_metrics
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.adapter.tree_metrics import storage_labels
 from sglang_kvc.cache.transfers import Loading, _Saving
+from sglang_kvc.stats import collect
 
 from .model import P
 from .test_hit_sources import answered
-from .test_stored_prompts import EVERYTHING, finish_writes, serve, tokens
+from .test_stored_prompts import EVERYTHING, finish_writes, run, serve, tokens
 
 PROMPT = [*tokens(1, 4), 1]
 
@@ -134,6 +135,23 @@ def test_saves_of_a_flushed_cache_are_counted_once(collector):
         assert server.flush()
         server.turn()
         assert collector.counts["saved tokens", "kv"] == 4 * P
+
+
+def test_loads_under_way_and_canceled_loads_are_counted():
+    with serve() as server:
+        tree, stats = server.tree_cache, lambda: collect.measure(server.runtime, detail=False)
+        answered(server, PROMPT)
+        evict(server)
+        server.submit(PROMPT, [6], None, None)
+        run(server, lambda: tree.loads)
+        assert stats().host_loading == 1 and stats().canceled_loads == 0
+        run(server)
+        assert stats().host_loading == 0
+        evict(server)
+        req = server.requests["0"]
+        req.init_next_round_input(tree)
+        tree.bring_back(req, room=lambda: 10**9, others_run=False)
+        assert tree.cancel_queued_loads() and stats().canceled_loads == tree.loads_canceled == 1
 
 
 def test_without_metrics_nothing_is_timed():

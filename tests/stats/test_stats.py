@@ -67,6 +67,14 @@ def test_host_traffic_is_shown_with_rate_and_host_time():
     assert metrics.GAUGES["transfer_seconds"][1](hosted) == pytest.approx(0.0123)
 
 
+def test_gauges_tell_capacity_and_content_of_tiers():
+    stats = replace(
+        STATS, host_bytes_total=9, host_blocks=3, host_loading=2, canceled_loads=5, disk_bytes_total=8, disk_blocks=4
+    )
+    names = ("host_bytes_total", "host_blocks", "host_loading", "canceled_loads", "disk_bytes_total", "disk_blocks")
+    assert [metrics.GAUGES[name][1](stats) for name in names] == [9, 3, 2, 5, 8, 4]
+
+
 def test_block_ids_are_counted():
     server = ToyServer(high="k4v4", window=0)
     stats = [collect.measure(server.runtime, detail=False)]
