@@ -25,7 +25,7 @@ from kvc_kernels.store import PageStore
 
 TIER_FILES = {
     "host_memory.py", "host_tier.py", "disk_store.py", "disk_tier.py", "transfers.py", "tree_host.py", "tree_disk.py",
-    "tree_prefetch.py", "backend_store.py",
+    "tree_prefetch.py", "tree_metrics.py", "hit_sources.py", "backend_store.py",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.unified_cache import storage_attachment
 from sglang.srt.mem_cache.unified_cache.storage_attachment import StorageAttachment
+from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector, StorageMetricsCollector
 
 from sglang_kvc.adapter import tree_metrics
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
@@ -63,6 +65,13 @@ class FakeCollector:
 
     def log_backuped_tokens(self, backuped_tokens: int) -> None:
         self.counts["backuped"] += backuped_tokens
+
+
+def test_fake_collector_has_the_methods_of_sglang():
+    for name, method in vars(FakeCollector).items():
+        if name.startswith(("increment", "observe", "log")):
+            owner = StorageMetricsCollector if name.startswith("log") else RadixCacheMetricsCollector
+            assert [*inspect.signature(method).parameters] == [*inspect.signature(getattr(owner, name)).parameters]
 
 
 @pytest.fixture

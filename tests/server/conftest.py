@@ -85,11 +85,16 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_ranks(), **_plugin("replicas_on_cpu")}),
         "dp": ("k4v4", [*chunk, *dp], "4MiB", {**_ranks(), **_plugin("dp_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD], "4MiB", {}),
-        "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
+        "hosted": (
+            "k4v4", [
+                *chunk, "--enable-metrics", "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk"),
+            ],
+            "2MiB", {},
+        ),
         "stored": (
             "k4v4", [
-                *chunk, "--kvc-host-memory", "64MiB", "--hicache-storage-backend", "file", "--file-storage-path",
-                str(folder / "stored"),
+                *chunk, "--enable-metrics", "--kvc-host-memory", "64MiB", "--hicache-storage-backend", "file",
+                "--file-storage-path", str(folder / "stored"),
             ],
             "2MiB", {},
         ),

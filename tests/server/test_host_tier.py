@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
 from bench.client import RequestRefused
@@ -31,6 +33,61 @@ def test_evicted_prompt_is_answered_as_before(hosted, rng, sampling):
     after = client.generate(prompt, 8, sampling=sampling, logprobs=True)
     assert (after.ids, after.logprobs, after.cached_tokens) == (before.ids, before.logprobs, before.cached_tokens)
     assert client.when_idle()["host_loaded_bytes"] > stats["host_loaded_bytes"]
+
+
+def samples(client, prefix: str) -> dict[tuple[str, ...], float]:
+    """Values of `/metrics` whose names begin with `prefix`, by name and by pool, source or reason."""
+    text = requests.get(client.url + "/metrics", timeout=60).text
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(prefix):
+                labels = (sample.labels[name] for name in ("cache_source", "reason", "pool") if name in sample.labels)
+                key = (sample.name.removeprefix("sglang:"), *labels)
+                found[key] = found.get(key, 0) + sample.value
+    return found
+
+
+def test_metrics_show_traffic_and_hits_of_tiers(hosted, rng):
+    """An evicted prompt is a hit in host memory, and after a restart a hit in storage. SGLang's counters agree with the
+    statistics of the cache."""
+    client, prompt = hosted.client, tokens(rng, 6 * BLOCK + 9)
+    client.generate(prompt, 2)
+    assert client.generate(prompt, 2).meta["cached_tokens_details"] == {"device": border(len(prompt)), "host": 0}
+    client.generate_many([tokens(rng, 5 * BLOCK) for _ in range(30)], 2, parallel=2)
+    before, stats = samples(client, "sglang:"), client.when_idle()
+    body = {"prompt": prompt, "model": "m", "max_tokens": 2, "return_cached_tokens_details": True}
+    answer = client.post("/v1/completions", body).json()
+    details = answer["sglext"]["cached_tokens_details"]
+    hit = border(len(prompt))
+    assert details["host"] > 0 and details["device"] + details["host"] == hit
+    assert client.generate(prompt, 2).meta["cached_tokens_details"] == {"device": hit, "host": 0}
+    client.generate_many([tokens(rng, 5 * BLOCK) for _ in range(4)], 2, parallel=2)
+    later = client.when_idle()
+    after = samples(client, "sglang:")
+
+    def grown(*key: str) -> float:
+        return after.get(key, 0) - before.get(key, 0)
+
+    assert grown("load_back_tokens_total", "kv") == grown("cached_tokens_total", "host") == details["host"]
+    assert grown("load_back_bytes_total") == later["host_loaded_bytes"] - stats["host_loaded_bytes"] > 0
+    assert grown("load_back_duration_seconds_count") == 1 and grown("load_back_duration_seconds_sum") > 0
+    assert after["hicache_backup_bytes_total",] == later["host_saved_bytes"] > 0
+    assert after["hicache_backup_tokens_total", "kv"] > 30 * BLOCK
+    assert after["hicache_backup_duration_seconds_sum",] > 0
+    assert after["hicache_dropped_tokens_total", "host_pressure", "kv"] == 0
+    assert after["backuped_tokens_total",] > 30 * BLOCK and not grown("prefetched_tokens_total")
+    gauges = samples(client, "sglang_kvc:")
+    assert gauges["sglang_kvc:host_bytes_total",] == later["host_bytes_total"] > 0
+    assert gauges["sglang_kvc:disk_blocks",] > 0
+
+    os.killpg(hosted.process.pid, signal.SIGKILL)
+    hosted.stop()
+    hosted.start()
+    again = hosted.client.generate(prompt, 2).meta["cached_tokens_details"]
+    assert again == {"device": 0, "host": 0, "storage": hit}
+    after = samples(hosted.client, "sglang:")
+    assert after["cached_tokens_total", "storage"] == after["prefetched_tokens_total",] == hit
 
 
 def test_many_evicted_prompts_are_restored_at_once(hosted, rng):
@@ -119,6 +176,9 @@ def test_storage_backend_replaces_files(stored, rng):
     for prompt, sampling, old in zip(prompts, ({}, LOSSLESS), before):
         new = again.generate(prompt, 8, sampling=sampling, logprobs=True)
         assert (new.ids, new.logprobs, new.cached_tokens) == (old.ids, old.logprobs, old.cached_tokens)
+    assert new.meta["cached_tokens_details"]["storage"] == new.cached_tokens
+    assert new.meta["cached_tokens_details"]["storage_backend"] == "HiCacheFile"
+    assert samples(again, "sglang:prefetched_tokens_total")["prefetched_tokens_total",] == 10 * BLOCK
     stats = again.when_idle()
     assert stats["disk_read_bytes"] > 0 and not stats["disk_damaged"]
     again.post("/hicache/storage-backend/clear")
