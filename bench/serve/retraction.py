@@ -5,7 +5,9 @@
 Sessions start one by one. Their answers together exceed the memory, so SGLang retracts some requests and resumes them
 later. All prefilled tokens beyond the first prefill of each prompt are counted. `freed`: a retracted request frees all
 of its tokens, as in stock SGLang. `kept`: its full blocks stay in the prefix cache. `hosted`: there is also a host
-tier. Counts are exact and do not depend on the machine.
+tier. `demoted`: blocks move down to `k2v2` before a retraction. `reserved`: admission always reserves RATIO of the
+longest answers (SGLANG_INIT_NEW_TOKEN_RATIO=0.8, SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR=1). Counts are exact and do not
+depend on the machine.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from triton.runtime.jit import JITFunction
@@ -32,6 +35,7 @@ from sglang_kvc.cache.sizing import HostLayout
 from sglang_kvc.options.config import KvcConfig
 
 P = host_step.P
+RATIO = 0.8
 
 
 class Server(host_step.Server):
@@ -39,7 +43,7 @@ class Server(host_step.Server):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.prefilled = self.retracted = 0
+        self.prefilled = self.retracted = self.turns = 0
         self.requests: list = []
 
     def run_batch(self, batch, pp_proxy_tensors=None):
@@ -54,8 +58,8 @@ class Server(host_step.Server):
 
     def run(self, args) -> None:
         """Start a session every `args.every` turns and run until all requests have ended."""
-        for turn in range(args.sessions * (args.every + args.prompt + args.answer)):
-            i, later = divmod(turn, args.every)
+        for self.turns in range(args.sessions * (args.every + args.prompt + args.answer)):
+            i, later = divmod(self.turns, args.every)
             if i < args.sessions and not later:
                 self.submit(i, args.prompt, args.answer)
             if self.turn() == 0 and self.last_batch is None:
@@ -66,13 +70,16 @@ class Server(host_step.Server):
         self.retracted = sum(req.retraction_count for req in self.requests)
 
 
-def measure(args, *, keep_blocks: bool, hosted: bool) -> dict[str, int]:
+def measure(
+    args, *, keep_blocks: bool = True, hosted: bool = False, floor: str | None = None, ratio: float | None = None
+) -> dict[str, int]:
     length = args.prompt + args.answer
     block_bytes = 2 * host_step.HEADS * host_step.HEAD_DIM * P * 2
     needed = args.sessions * -(-length // P) * block_bytes
     shape = {"layers": host_step.LAYERS, "heads": host_step.HEADS, "head_dim": host_step.HEAD_DIM}
     size = int(args.memory * needed)
-    runtime = build_runtime(KvcConfig(block_size=P), num_bytes=size, dtype=torch.bfloat16, device="cpu", **shape)
+    config = KvcConfig(block_size=P, floor=floor)
+    runtime = build_runtime(config, num_bytes=size, dtype=torch.bfloat16, device="cpu", **shape)
     if hosted:  # the same number of pages, plus the tier's buffers
         size += HostLayout.of(runtime.layout, runtime.store.block_formats, size).device_bytes
         config = KvcConfig(block_size=P, host_memory=needed)
@@ -85,6 +92,8 @@ def measure(args, *, keep_blocks: bool, hosted: bool) -> dict[str, int]:
         tree = KvcRadixCache(CacheInitParams(False, pool, allocator, P))
         server = Server(runtime, pool, allocator, tree, args.sessions)
         server.chunked_prefill_size = args.chunk
+        if ratio is not None:
+            server.new_token_ratio_tracker = NewTokenRatioTracker(init=ratio, min=ratio, decay=0.0, current=ratio)
         if hosted:
             tree.init_hicache(None, None)
             server.enable_hierarchical_cache = True
@@ -94,6 +103,7 @@ def measure(args, *, keep_blocks: bool, hosted: bool) -> dict[str, int]:
     return {
         "prefilled_again": server.prefilled - prompts,
         "retractions": server.retracted,
+        "turns": server.turns,
         "prompt_tokens": prompts,
         "pages": runtime.sizing.num_pages,
     }
@@ -115,10 +125,12 @@ def main() -> None:
     no_launch = mock.patch.object(JITFunction, "run", lambda *args, **options: None)
     with no_launch, mock.patch.object(PageStore, "use_kernels", True):
         rows = {
-            "freed": measure(args, keep_blocks=False, hosted=False),
-            "kept": measure(args, keep_blocks=True, hosted=False),
+            "freed": measure(args, keep_blocks=False),
+            "kept": measure(args),
+            "demoted": measure(args, floor="k2v2"),
+            "reserved": measure(args, ratio=RATIO),
         }
-    rows["hosted"] = measure(args, keep_blocks=True, hosted=True)  # the tier reads pages
+    rows["hosted"] = measure(args, hosted=True)  # the tier reads pages
     for name, row in rows.items():
         print(f"{name:8}" + "".join(f"{count:>18} {value:9}" for count, value in row.items()))
     if not args.quick:
@@ -128,6 +140,8 @@ def main() -> None:
         scores = {
             "papers.retraction_recompute": Score(recomputed["hosted"] / recomputed["freed"], unit, baseline),
             "papers.retraction_recompute_pool": Score(recomputed["kept"] / recomputed["freed"], unit, baseline),
+            "papers.retraction_recompute_demoted": Score(recomputed["demoted"] / recomputed["freed"], unit, baseline),
+            "papers.retraction_recompute_reserved": Score(recomputed["reserved"] / recomputed["freed"], unit, baseline),
         }
         write_result("serve/retraction", rows | vars(args), scores=scores)
 

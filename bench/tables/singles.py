@@ -49,6 +49,8 @@ SINGLES = {
     "papers.abstracts": "policies after seven eviction papers ([list](papers.md#other-methods)) that serve",
     "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",
     "papers.retraction_recompute_pool": "the same without host memory",
+    "papers.retraction_recompute_demoted": "the same without host memory, with --kvc-floor k2v2",
+    "papers.retraction_recompute_reserved": "the same without host memory, if 0.8 of the longest answers are reserved",
     **{f"quality.k4v2_over_k4v4_kl.{m}": f"mean KL of k4v2 against k4v4's, simulated, {t}" for m, t in MODELS.items()},
     "decode.bandwidth.k8v4": "memory bandwidth of k8v4 decode attention, share of a device copy's",
     "decode.worst_vs_bf16": "k4v4 decode attention time, worst of batch sizes and lengths",
