@@ -135,7 +135,10 @@ class BackendStore:
             self._note_failure(error)
             return 0
 
-    def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
+    def touch(self, keys: Sequence[bytes], use: int) -> None:
+        """Do nothing: the backend manages its own space."""
+
+    def write(self, key: bytes, stored: Stored, record: np.ndarray, use: int | None = None) -> bool:
         count, size = -(-record.nbytes // self.unit_bytes), HEADER_BYTES + record.nbytes
         head, names = header(self.identity, key, stored, record), self.names(key, count)
         with self._pages(count) as (indices, value):

@@ -6,6 +6,7 @@ The key of a block is SGLang's chained hash of its tokens, of all tokens before 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from ..cache.blocks import State
 from ..cache.disk_store import DiskStore
 from ..cache.disk_tier import DiskTier, Fetch, Lookup
 from ..cache.identity import identity
+from ..cache.use_order import BLOCK_NS
 from ..options.conflicts import ranks_per_host
 from ..options.request_quality import is_private
 from .backend_store import BackendStore, backend_settings
@@ -119,9 +121,31 @@ class DiskCache(HostCache):
         slots = super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
         node = self.tree_core.node_by_id(node_id)
         if self._uses_disk and slots is not None and not is_private(node.key.extra_key):
-            self.disk.write_behind(self.component.blocks_at(slots), _keys(self._hashes(node)))
+            keys, first = _keys(self._hashes(node)), self._blocks_before(node)
+            if self.disk.write_behind(self.component.blocks_at(slots), keys, first):
+                self._note_use(node)
             node.kvc_written = self.runtime.cleared
         return slots
+
+    def _blocks_before(self, node) -> int:
+        return sum(len(n.key) for n in self._path(node.parent)) // self.page_size
+
+    def _note_use(self, node, more: Sequence[str] = ()) -> None:
+        """Note a use of the files on the path to `node`, and of those of the hashes `more` that continue it. Thus no
+        prefix is removed before what continues it. Nodes whose use was noted within the last second are skipped."""
+        if not self.disk.store.local:
+            return
+        hashes: list[str] = []
+        before, now = 0, self.disk.use_time()
+        for n in self._path(node):
+            if n.hash_value is None:  # neither it nor a node below it is on the disk
+                break
+            if hashes or getattr(n, "kvc_use_noted", None) != now:
+                hashes += n.hash_value
+                n.kvc_use_noted = now
+            else:
+                before += len(n.key) // self.page_size
+        self.disk.touch(_keys([*hashes, *more]), now - BLOCK_NS * before)
 
     def _hashes(self, node) -> list[str]:
         """One hash per block of `node`. Splitting the node splits them."""
@@ -135,7 +159,8 @@ class DiskCache(HostCache):
         return missing[0].hash_value if missing else node.hash_value or []
 
     def back_up(self, node_id: int) -> None:
-        """Save the nodes on the path to `node_id` whose blocks will not be packed again, so that they reach the disk.
+        """Note a use of the path to `node_id`, and save its nodes whose blocks will not be packed again, so that they
+        reach the disk.
 
         Nodes that went to the disk before are skipped even if host memory has dropped them. Their eviction from the
         device will save them. Ranks do not ask their disks, which may differ, because they must save the same nodes.
@@ -144,6 +169,7 @@ class DiskCache(HostCache):
         written. The next turn or the eviction saves the rest."""
         if not self._uses_disk:
             return
+        self._note_use(self.tree_core.node_by_id(node_id))
         blocks, left = self.runtime.blocks, self.host_tier.memory.num_units
         for node in self._path(self.tree_core.node_by_id(node_id)):
             if node.backuped or node.evicted or node.write_through_pending_id is not None:
@@ -232,6 +258,7 @@ class DiskCache(HostCache):
         fetched.key, fetched.hashes = fetched.key[: n * self.page_size], fetched.hashes[:n]
         req.kvc_found += n * self.page_size
         req.kvc_lookups = getattr(req, "kvc_lookups", 0) + 1
+        self._note_use(self.tree_core.node_by_id(fetched.anchor), fetched.hashes)
         fetched.fetch = self.disk.fetch(_keys(fetched.hashes), sizes[:n], room[:n])
         self.fetches.append(fetched)
         return True

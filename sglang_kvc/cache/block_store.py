@@ -62,8 +62,13 @@ class BlockStore(Protocol):
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Bytes of the records of `keys` up to the first missing one. A store may round them up."""
 
-    def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
-        """Store `record`, uint8; returns whether it is stored. A failure loses only this record."""
+    def touch(self, keys: Sequence[bytes], use: int) -> None:
+        """Note a use of adjacent blocks of a prompt, of the first one at `use`, in nanoseconds since the epoch. It only
+        changes which records make room for others."""
+
+    def write(self, key: bytes, stored: Stored, record: np.ndarray, use: int | None = None) -> bool:
+        """Store `record`, uint8; returns whether it is stored. A failure loses only this record. use: time of its last
+        use in nanoseconds since the epoch."""
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
         """Read the record of `key` into `record`, uint8, of the size that `find` gave. None if it is missing or

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import shutil
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .block_store import HEADER_BYTES, Stored, header, parse_header
+from .use_order import UseOrder
 
 logger = logging.getLogger("sglang_kvc")
 
@@ -24,7 +26,7 @@ DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files
 
 
 class DiskStore:
-    """A `BlockStore` in `folder`, at most `limit` bytes of files; the least recently used ones go first.
+    """A `BlockStore` in `folder`, at most `limit` bytes of files; the least recently used ones go first (`UseOrder`).
 
     Without a limit, the stores of the `ranks` ranks of this host share most of the free space. Files of another
     identity stay for the server that wrote them. The methods may be called by several threads.
@@ -41,11 +43,13 @@ class DiskStore:
         self._lock = threading.Lock()
         self._failed = False  # the last write failed: one line is logged until one succeeds
         self._writing: set[bytes] = set()  # keys that are being written; `num_bytes` counts their files
-        self._sizes: OrderedDict[bytes, int] = OrderedDict(sorted_files(self.folder))
+        files = list(stored_files(self.folder))
+        self._sizes = {key: size for _, key, size in files}
+        self._order = UseOrder((use, key) for use, key, _ in files)
         self.num_bytes = sum(self._sizes.values())
         room = shutil.disk_usage(folder).free / ranks + self.num_bytes
         self.limit = int(room * DEFAULT_SHARE) if limit is None else limit
-        self._shrink_to(self.limit)  # an earlier server may have had a higher limit
+        self._shrink_to(self.limit, math.inf)  # an earlier server may have had a higher limit
 
     def of(self, identity: bytes) -> DiskStore:
         """The store of another identity in the same folder; this store if the identity is the same."""
@@ -73,20 +77,25 @@ class DiskStore:
         name = key.hex()
         return self.folder / name[:2] / (name + SUFFIX)
 
-    def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
+    def touch(self, keys: Sequence[bytes], use: int) -> None:
+        with self._lock:
+            self._order.touch(keys, use)
+
+    def write(self, key: bytes, stored: Stored, record: np.ndarray, use: int | None = None) -> bool:
         """Write `record`, uint8; returns whether it is stored. A broken disk loses only this file, and so does one that
-        stays full after the oldest files made room."""
+        stays full after files that were used before `use` made room. use: None for now."""
         size, written = HEADER_BYTES + record.nbytes, False
+        use = time.time_ns() if use is None else use
         with self._lock:
             if key in self._sizes:
-                self._sizes.move_to_end(key)
+                self._order.touch([key], use)
                 return True
             if size > self.limit or key in self._writing:
                 return False
             self._writing.add(key)
             self.num_bytes += size
         try:
-            written = self._shrink_to(self.limit) and self._write_with_room(key, stored, record)
+            written = self._shrink_to(self.limit, use) and self._write_with_room(key, stored, record, use)
         except OSError as error:
             if not self._failed:
                 logger.warning("kvc: a block cannot be written to %s and is skipped: %s", self.folder, error)
@@ -96,30 +105,41 @@ class DiskStore:
             if written:
                 self._failed = False
                 self._sizes[key] = size
+                self._order.add(key, use)
                 self.bytes_written += size
             else:
                 self.num_bytes -= size
         return written
 
-    def _shrink_to(self, limit: int) -> bool:
-        """Remove old files until the rest, including files being written, takes at most `limit` bytes. Returns whether
-        it does."""
+    def _shrink_to(self, limit: int, use: float) -> bool:
+        """Remove files that were last used before `use`, the oldest first, until the rest, including files being
+        written, takes at most `limit` bytes. Returns whether it does."""
         while True:
             with self._lock:
                 if self.num_bytes <= limit:
                     return True
-                if not self._sizes:
-                    return False
-                key, old = self._sizes.popitem(last=False)
-                self.num_bytes -= old
-            self.path(key).unlink(missing_ok=True)
+                if settled := self._order.settle():
+                    key = self._order.oldest()
+                    if key is None or self._order[key] > use:
+                        return False
+                    self._drop(key)
+            if settled:
+                self.path(key).unlink(missing_ok=True)
+            else:
+                time.sleep(1e-4)  # lets the scheduler's thread have the lock
 
-    def _write_with_room(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
+    def _drop(self, key: bytes) -> None:
+        """Forget the file of `key`, if there is one. The caller holds the lock."""
+        self.num_bytes -= self._sizes.pop(key, 0)
+        self._order.remove(key)
+
+    def _write_with_room(self, key: bytes, stored: Stored, record: np.ndarray, use: int) -> bool:
         """Write the file. If other programs have filled the disk, old files of this size make room for it."""
+        size = HEADER_BYTES + record.nbytes
         try:
             return self._write_file(key, stored, record)
         except OSError as error:
-            if error.errno not in FULL or not self._shrink_to(self.num_bytes - HEADER_BYTES - record.nbytes):
+            if error.errno not in FULL or not self._shrink_to(self.num_bytes - size, use):
                 raise
         return self._write_file(key, stored, record)
 
@@ -141,7 +161,7 @@ class DiskStore:
         """Remove all files of this identity."""
         for key in list(self._sizes):
             with self._lock:
-                self.num_bytes -= self._sizes.pop(key, 0)
+                self._drop(key)
             _remove(self.path(key))
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
@@ -155,7 +175,7 @@ class DiskStore:
                 longer = file.read(1)
         except FileNotFoundError:  # another server of this folder removed it
             with self._lock:
-                self.num_bytes -= self._sizes.pop(key, 0)
+                self._drop(key)
             return None
         except OSError as error:
             self.forget(key, error.strerror or type(error).__name__)
@@ -167,8 +187,6 @@ class DiskStore:
             return None
         with self._lock:
             self.bytes_read += HEADER_BYTES + num_read
-            if key in self._sizes:
-                self._sizes.move_to_end(key)
         return stored
 
     def forget(self, key: bytes, reason: str) -> None:
@@ -177,7 +195,7 @@ class DiskStore:
         logger.warning("kvc: %s is not used (%s) and removed", path, reason)
         with self._lock:
             self.damaged += 1
-            self.num_bytes -= self._sizes.pop(key, 0)
+            self._drop(key)
         _remove(path)
 
 
@@ -186,9 +204,9 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def sorted_files(folder: Path) -> Iterator[tuple[bytes, int]]:
-    """Key and size of every file in `folder`, least recently changed first. Unfinished files are removed."""
-    entries = []
+def stored_files(folder: Path) -> Iterator[tuple[int, bytes, int]]:
+    """Last use, key and size of every file in `folder`. Unfinished files are removed."""
+    now = time.time_ns()
     for part in folder.iterdir() if folder.is_dir() else ():
         for entry in os.scandir(part) if part.is_dir() else ():
             name, dot, suffix = entry.name.partition(".")
@@ -199,8 +217,6 @@ def sorted_files(folder: Path) -> Iterator[tuple[bytes, int]]:
             if dot + suffix == SUFFIX and len(key) == 32:
                 with contextlib.suppress(FileNotFoundError):  # another server of this folder removed it
                     status = entry.stat()
-                    entries.append((status.st_mtime, key, status.st_size))
+                    yield min(status.st_mtime_ns, now), key, status.st_size  # the clock may have been set back
             elif entry.name.startswith("."):
                 _remove(Path(entry.path))
-    for _, key, size in sorted(entries):
-        yield key, size

@@ -15,12 +15,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .block_store import BlockStore, Stored
+from .use_order import BLOCK_NS
 
 if TYPE_CHECKING:
     from .host_tier import HostTier
 
 MAX_WRITES = 256  # writes under way
 LOOKUP_SECONDS = 2.0  # a prompt waits at most this long for a lookup
+USE_SECONDS = 1.0  # uses of a block within this time count once
+
+
+@dataclass(eq=False)
+class _Write:
+    """A stored block, and its generation, whose record is written under `key`. use: its last use."""
+
+    i: int
+    generation: int
+    key: bytes
+    use: int
 
 
 @dataclass
@@ -71,22 +83,42 @@ class DiskTier:
         self._writers = ThreadPoolExecutor(store.threads, "kvc-disk-write")
         self._lookup_thread = ThreadPoolExecutor(1, "kvc-disk-lookup")
         self._lookups: deque[Lookup] = deque()
-        self._waiting: deque[tuple[int, int, bytes]] = deque()  # stored block, its generation, key
-        self._writing: deque[Future] = deque()
+        self._writes: dict[bytes, _Write] = {}  # waiting or under way
+        self._waiting: deque[_Write] = deque()
+        self._writing: deque[tuple[Future, _Write]] = deque()
+        self._use_time = 0
         self._fetches: deque[Fetch] = deque()  # whose reads have not begun
         self.written_blocks = 0  # since start
 
+    # ---- uses
+
+    def use_time(self) -> int:
+        """The time of a use that happens now. It changes once in `USE_SECONDS`, so that callers can skip blocks that
+        they have touched at this time."""
+        now = time.time_ns()
+        if now - self._use_time > 1e9 * USE_SECONDS:
+            self._use_time = now
+        return self._use_time
+
+    def touch(self, keys: Sequence[bytes], use: int) -> None:
+        """Note a use of adjacent blocks of a prompt, of the first one at `use`."""
+        if self._writes:
+            for i, key in enumerate(keys):
+                if (write := self._writes.get(key)) is not None:
+                    write.use = use - BLOCK_NS * i
+        self.store.touch(keys, use)
+
     # ---- to the disk
 
-    def write_behind(self, ids: np.ndarray, keys: Sequence[bytes]) -> None:
+    def write_behind(self, ids: np.ndarray, keys: Sequence[bytes], first: int = 0) -> bool:
         """Write the stored blocks `ids` under `keys` when their records are in host memory. A block that leaves host
-        memory earlier is not written."""
-        generations = self.tier.generation[ids].tolist()
-        self._waiting.extend(
-            (i, generation, key)
-            for i, generation, key in zip(ids.tolist(), generations, keys)
-            if self.store.record_bytes(key) is None
-        )
+        memory earlier is not written. Returns whether any is new. first: blocks before them in their prompt."""
+        generations, use, before = self.tier.generation[ids].tolist(), self.use_time(), len(self._waiting)
+        for at, (i, generation, key) in enumerate(zip(ids.tolist(), generations, keys), first):
+            if self.store.record_bytes(key) is None:
+                self._writes[key] = _Write(i, generation, key, use - BLOCK_NS * at)
+                self._waiting.append(self._writes[key])
+        return len(self._waiting) > before
 
     def poll(self) -> None:
         """Start reads and writes, and collect finished writes. The scheduler calls this in every turn."""
@@ -94,29 +126,40 @@ class DiskTier:
             fetch = self._fetches.popleft()
             parts = zip(fetch.ids.tolist(), fetch.keys, fetch.sizes)
             fetch.reads = [self._readers.submit(self._read, i, key, size) for i, key, size in parts]
-        while self._writing and self._writing[0].done():
-            write = self._writing.popleft()
-            self.written_blocks += write.exception() is None and write.result()
+        while self._writing and self._writing[0][0].done():
+            future, write = self._writing.popleft()
+            self.written_blocks += future.exception() is None and future.result()
+            self._end_write(write)
         while self._waiting and len(self._writing) < MAX_WRITES:
-            i, generation, key = self._waiting[0]
-            if self.tier.generation[i] == generation:
-                if not self.tier.is_saved(i):
-                    return
-                self._writing.append(self._writers.submit(self._write, self.store, i, generation, key))
+            write = self._waiting[0]
+            if self.tier.generation[write.i] != write.generation:
+                self._end_write(write)
+            elif self.tier.is_saved(write.i):
+                self._writing.append((self._writers.submit(self._write, self.store, write), write))
+            else:
+                return
             self._waiting.popleft()
 
-    def _write(self, store: BlockStore, i: int, generation: int, key: bytes) -> bool:
+    def _end_write(self, write: _Write) -> None:
+        if self._writes.get(write.key) is write:
+            del self._writes[write.key]
+
+    def _write(self, store: BlockStore, write: _Write) -> bool:
         """Write a copy of a record, unless its block left host memory while it was copied; returns whether it is
         stored.
 
         Host memory thus never waits for a disk, and all ranks have the same room in it whatever their disks do."""
-        tier = self.tier
+        tier, i = self.tier, write.i
         stored = Stored(int(tier.format_id[i]), int(tier.pages[i]), int(tier.start[i]))
         units = tier.units[i]
         record = tier.memory.data.numpy()[units[units >= 0]].ravel()
-        if tier.generation[i] != generation:
+        if tier.generation[i] != write.generation:
             return False
-        return store.write(key, stored, record[: tier.layout.record.num_bytes(stored.pages)])
+        use = write.use
+        written = store.write(write.key, stored, record[: tier.layout.record.num_bytes(stored.pages)], use)
+        if written and write.use != use:  # used in the meantime
+            store.touch([write.key], write.use)
+        return written
 
     # ---- from the disk
 
@@ -167,17 +210,19 @@ class DiskTier:
 
     def synchronize(self) -> None:
         """Wait for all writes under way, and forget everything that has not begun."""
-        self._waiting.clear()
         self._fetches.clear()
-        wait(self._writing)
-        self._writing.clear()
+        wait([write for write, _ in self._writing])
+        self._forget_writes()
 
     def clear(self) -> None:
         """Remove all records. Blocks that wait for their write are not written any more."""
-        self._waiting.clear()
-        wait([write for write in self._writing if not write.cancel()])
-        self._writing.clear()
+        wait([write for write, _ in self._writing if not write.cancel()])
+        self._forget_writes()
         self.store.clear()
+
+    def _forget_writes(self) -> None:
+        for writes in (self._waiting, self._writing, self._writes):
+            writes.clear()
 
     def close(self) -> None:
         for threads in (self._readers, self._writers, self._lookup_thread):

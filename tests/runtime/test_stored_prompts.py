@@ -19,9 +19,11 @@ EVERYTHING = EvictParams(num_tokens=10**9)
 
 
 @contextlib.contextmanager
-def serve(folder=None, *, blocks: int = 60, host: int = 2_000_000, chunk: int = 4 * P, **options):
+def serve(
+    folder=None, *, blocks: int = 60, host: int = 2_000_000, chunk: int = 4 * P, disk_size: int = 1 << 30, **options
+):
     """A server, with a disk tier in `folder` if it is given."""
-    disk = {} if folder is None else {"disk": str(folder), "disk_size": 1 << 30}
+    disk = {} if folder is None else {"disk": str(folder), "disk_size": disk_size}
     runtime = make_runtime(blocks=blocks, host_memory=host, window=0, **{"high": "k4v4", **options}, **disk)
     with configured(runtime, chunk, retract_every=10**6):
         server = Overlap(runtime, chunk, disable=False, context=2048)
