@@ -138,6 +138,9 @@ class BackendStore:
     def touch(self, keys: Sequence[bytes], use: int) -> None:
         """Do nothing: the backend manages its own space."""
 
+    def save_uses(self) -> None:
+        """Do nothing, like `touch`."""
+
     def write(self, key: bytes, stored: Stored, record: np.ndarray, use: int | None = None) -> bool:
         count, size = -(-record.nbytes // self.unit_bytes), HEADER_BYTES + record.nbytes
         head, names = header(self.identity, key, stored, record), self.names(key, count)

@@ -66,6 +66,9 @@ class BlockStore(Protocol):
         """Note a use of adjacent blocks of a prompt, of the first one at `use`, in nanoseconds since the epoch. It only
         changes which records make room for others."""
 
+    def save_uses(self) -> None:
+        """Keep the uses noted so far for the next server. Called in a thread."""
+
     def write(self, key: bytes, stored: Stored, record: np.ndarray, use: int | None = None) -> bool:
         """Store `record`, uint8; returns whether it is stored. A failure loses only this record. use: time of its last
         use in nanoseconds since the epoch."""

@@ -27,6 +27,7 @@ DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files
 
 class DiskStore:
     """A `BlockStore` in `folder`, at most `limit` bytes of files; the least recently used ones go first (`UseOrder`).
+    The modification time of a file is its last use, so that the next server knows the order.
 
     Without a limit, the stores of the `ranks` ranks of this host share most of the free space. Files of another
     identity stay for the server that wrote them. The methods may be called by several threads.
@@ -80,6 +81,14 @@ class DiskStore:
     def touch(self, keys: Sequence[bytes], use: int) -> None:
         with self._lock:
             self._order.touch(keys, use)
+
+    def save_uses(self) -> None:
+        with self._lock:
+            touched = self._order.take_touched()
+        for key in touched:
+            if (use := self._order.uses.get(key)) is not None:
+                with contextlib.suppress(OSError):
+                    os.utime(self.path(key), ns=(use, use))
 
     def write(self, key: bytes, stored: Stored, record: np.ndarray, use: int | None = None) -> bool:
         """Write `record`, uint8; returns whether it is stored. A broken disk loses only this file, and so does one that
@@ -137,13 +146,13 @@ class DiskStore:
         """Write the file. If other programs have filled the disk, old files of this size make room for it."""
         size = HEADER_BYTES + record.nbytes
         try:
-            return self._write_file(key, stored, record)
+            return self._write_file(key, stored, record, use)
         except OSError as error:
             if error.errno not in FULL or not self._shrink_to(self.num_bytes - size, use):
                 raise
-        return self._write_file(key, stored, record)
+        return self._write_file(key, stored, record, use)
 
-    def _write_file(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
+    def _write_file(self, key: bytes, stored: Stored, record: np.ndarray, use: int) -> bool:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -151,6 +160,7 @@ class DiskStore:
             with open(temporary, "wb") as file:  # buffered, so that a short write to a full disk raises
                 file.write(header(self.identity, key, stored, record))
                 file.write(record.data)
+            os.utime(temporary, ns=(use, use))
             os.replace(temporary, path)
         except OSError:
             _remove(temporary)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_WRITES = 256  # writes under way
 LOOKUP_SECONDS = 2.0  # a prompt waits at most this long for a lookup
 USE_SECONDS = 1.0  # uses of a block within this time count once
+SAVE_SECONDS = 60.0  # uses are saved this often; a killed server loses those after the last time
 
 
 @dataclass(eq=False)
@@ -86,7 +87,7 @@ class DiskTier:
         self._writes: dict[bytes, _Write] = {}  # waiting or under way
         self._waiting: deque[_Write] = deque()
         self._writing: deque[tuple[Future, _Write]] = deque()
-        self._use_time = 0
+        self._use_time, self._save_at = 0, time.monotonic() + SAVE_SECONDS
         self._fetches: deque[Fetch] = deque()  # whose reads have not begun
         self.written_blocks = 0  # since start
 
@@ -121,7 +122,7 @@ class DiskTier:
         return len(self._waiting) > before
 
     def poll(self) -> None:
-        """Start reads and writes, and collect finished writes. The scheduler calls this in every turn."""
+        """Start reads and writes, collect finished writes, and save uses. The scheduler calls this in every turn."""
         while self._fetches and self._fetches[0].after <= self.tier.transfers.num_saved():
             fetch = self._fetches.popleft()
             parts = zip(fetch.ids.tolist(), fetch.keys, fetch.sizes)
@@ -137,8 +138,11 @@ class DiskTier:
             elif self.tier.is_saved(write.i):
                 self._writing.append((self._writers.submit(self._write, self.store, write), write))
             else:
-                return
+                break
             self._waiting.popleft()
+        if time.monotonic() > self._save_at:
+            self._save_at = time.monotonic() + SAVE_SECONDS
+            self._writers.submit(self.store.save_uses)
 
     def _end_write(self, write: _Write) -> None:
         if self._writes.get(write.key) is write:

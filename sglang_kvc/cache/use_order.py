@@ -18,6 +18,7 @@ class UseOrder:
     def __init__(self, uses: Iterable[tuple[int, bytes]] = ()):
         self._queue = sorted(uses)
         self.uses = {key: use for use, key in self._queue}
+        self._touched: set[bytes] = set()
 
     def __getitem__(self, key: bytes) -> int:
         return self.uses[key]
@@ -36,6 +37,12 @@ class UseOrder:
             if uses.get(key, use) < use:
                 uses[key] = use
             use -= BLOCK_NS
+        self._touched.update(keys)
+
+    def take_touched(self) -> set[bytes]:
+        """Keys that were touched since the last call. Some may be unknown."""
+        touched, self._touched = self._touched, set()
+        return touched
 
     def settle(self, corrections: int = 100) -> bool:
         """Correct outdated entries at the front of the queue; returns whether none is left there. It stops after

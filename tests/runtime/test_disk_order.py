@@ -164,3 +164,56 @@ def test_uses_within_a_second_are_noted_once(tmp_path, clock, monkeypatch):
         for k in range(4):
             ask(server, tokens(1, 6) + tokens(10 + k, 1))
         assert np.sum(touched) == 6 + 4
+
+
+def test_next_server_knows_the_last_uses(tmp_path, clock):
+    """The order of the first server, which was killed, decides what the next one removes: hits on the device count, and
+    blocks of one prompt keep their order."""
+    old, used, new = tokens(1, 3), tokens(2, 3), tokens(3, 3)
+    with serve(tmp_path, disk_size=1 << 20) as server:
+        for prompt in (used, old, new, used):
+            ask(server, prompt)
+            clock[0] += 60
+        server.tree_cache.disk.store.save_uses()
+    assert [len(DiskStore(*place(server), limit=FILE * n).find(keys_of(used))) for n in (8, 6, 3)] == [3, 3, 3]
+    assert [len(DiskStore(*place(server), limit=FILE * n).find(keys_of(used))) for n in (2, 1)] == [2, 1]
+
+
+def place(server: Overlap) -> tuple:
+    """Folder and identity of a server's store."""
+    store = server.tree_cache.disk.store
+    return store.folder.parent, store.identity
+
+
+def test_written_files_have_the_time_of_their_use(tmp_path):
+    store = DiskStore(tmp_path, MODEL)
+    for i, use in enumerate([5 * 10**9 + 3000, 5 * 10**9 + 1000, 5 * 10**9 + 2000]):
+        store.write(key_of(i), STORED, record_of(i), use)
+        assert store.path(key_of(i)).stat().st_mtime_ns == use
+    kept = DiskStore(tmp_path, MODEL, limit=2 * SIZE)
+    assert [kept.record_bytes(key_of(i)) is not None for i in range(3)] == [True, False, True]
+
+
+def test_times_in_the_future_count_as_now(tmp_path, clock):
+    """After the clock was set back, new files still replace old ones."""
+    store = DiskStore(tmp_path, MODEL, limit=2 * SIZE)
+    for i in range(2):
+        store.write(key_of(i), STORED, record_of(i))
+    clock[0] -= 500
+    store = DiskStore(tmp_path, MODEL, limit=2 * SIZE)
+    clock[0] += 1
+    assert store.write(key_of(2), STORED, record_of(2))
+
+
+def test_uses_are_saved_by_a_thread(tier, clock, monkeypatch):  # noqa: F811
+    keys = written(tier, stored(tier, 2))
+    tier._writers.turn(1)
+    clock[0] += 60
+    tier.touch(keys, tier.use_time())
+    tier.poll()
+    assert not tier._writers.tasks
+    tier._save_at = time.monotonic()
+    tier.poll()
+    assert tier.store.path(keys[0]).stat().st_mtime_ns == 1000 * 10**9
+    tier._writers.turn(1)
+    assert [tier.store.path(key).stat().st_mtime_ns for key in keys] == [1060 * 10**9, 1060 * 10**9 - BLOCK_NS]
