@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -21,6 +22,8 @@ from .use_order import UseOrder
 logger = logging.getLogger("sglang_kvc")
 
 SUFFIX = ".kvc"
+UNFINISHED = re.compile(r"\..*\.kvc\.(\d{1,9})\.\d+")  # name of a file that is being written; with the process id
+UNFINISHED_SECONDS = 3600.0  # no write takes so long; its process id may belong to another process now
 FULL = (errno.ENOSPC, errno.EDQUOT)
 DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files, if no limit is given
 
@@ -155,7 +158,7 @@ class DiskStore:
     def _write_file(self, key: bytes, stored: Stored, record: np.ndarray, use: int) -> bool:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # matches UNFINISHED
         try:
             with open(temporary, "wb") as file:  # buffered, so that a short write to a full disk raises
                 file.write(header(self.identity, key, stored, record))
@@ -215,7 +218,7 @@ def _remove(path: Path) -> None:
 
 
 def stored_files(folder: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Last use, key and size of every file in `folder`. Unfinished files are removed."""
+    """Last use, key and size of every file in `folder`. Unfinished files of servers that have ended are removed."""
     now = time.time_ns()
     for part in folder.iterdir() if folder.is_dir() else ():
         for entry in os.scandir(part) if part.is_dir() else ():
@@ -228,5 +231,20 @@ def stored_files(folder: Path) -> Iterator[tuple[int, bytes, int]]:
                 with contextlib.suppress(FileNotFoundError):  # another server of this folder removed it
                     status = entry.stat()
                     yield min(status.st_mtime_ns, now), key, status.st_size  # the clock may have been set back
-            elif entry.name.startswith("."):
-                _remove(Path(entry.path))
+            elif (unfinished := UNFINISHED.fullmatch(entry.name)) is not None:
+                with contextlib.suppress(OSError):
+                    if not _runs(int(unfinished[1])) or now - entry.stat().st_mtime_ns > 1e9 * UNFINISHED_SECONDS:
+                        os.unlink(entry.path)
+
+
+def _runs(pid: int) -> bool:
+    """Whether another process with this id runs. No file of this process is unfinished when it opens the folder."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True

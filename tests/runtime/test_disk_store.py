@@ -7,12 +7,15 @@ import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
-import pytest
 
 from sglang_kvc.cache.block_store import HEADER_BYTES, Stored
 from sglang_kvc.cache.disk_store import DiskStore
@@ -150,15 +153,42 @@ def test_old_files_make_room_on_full_disk(tmp_path, monkeypatch):
     assert store.write(key_of(4), STORED, record_of(4)) and read(store, key_of(4))[0] == STORED
 
 
-@pytest.mark.parametrize("name", [".x.kvc.123.456", "notes.txt"])
-def test_start_removes_only_unfinished_files(tmp_path, name):
-    """Unfinished files are removed at the start; files that are not ours stay."""
+def test_start_removes_unfinished_files_of_ended_servers(tmp_path):
+    """Unfinished files are removed at the start if their process has ended or they are old. A running server finishes
+    its own. Files that are not ours stay."""
     store = DiskStore(tmp_path, MODEL)
     store.write(key_of(1), STORED, record_of(1))
-    odd = store.path(key_of(1)).with_name(name)
-    odd.write_bytes(b"half")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    running, name = os.getppid(), store.path(key_of(1)).name
+    stays = {f".{name}.{running}.5": True, f".{name}.{ended.pid}.5": False, f".{name}.{os.getpid()}.5": False}
+    stays |= {f".{name}.{running}.6": False, "notes.txt": True, ".hidden": True}
+    for odd in stays:
+        store.path(key_of(1)).with_name(odd).write_bytes(b"half")
+    hours_ago = time.time() - 2 * 3600
+    os.utime(store.path(key_of(1)).with_name(f".{name}.{running}.6"), (hours_ago, hours_ago))
     assert len(DiskStore(tmp_path, MODEL)) == 1
-    assert odd.exists() == (name == "notes.txt")
+    assert {odd: store.path(key_of(1)).with_name(odd).exists() for odd in stays} == stays
+
+
+def test_start_of_another_server_leaves_a_write_under_way(tmp_path, caplog):
+    """Another process opens the folder while a file is being written."""
+    store, begun, opened = DiskStore(tmp_path, MODEL), threading.Event(), threading.Event()
+    replace = os.replace
+
+    def slow(source, target):
+        begun.set()
+        opened.wait(60)
+        replace(source, target)
+
+    code = "import sys; from sglang_kvc.cache.disk_store import DiskStore; DiskStore(sys.argv[1], bytes(32))"
+    with patch.object(os, "replace", slow), ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(store.write, key_of(1), STORED, record_of(1))
+        assert begun.wait(60)
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+        opened.set()
+        assert writing.result(60) and not caplog.text
+    assert read(store, key_of(1))[0] == STORED
 
 
 def test_short_write_on_full_disk_leaves_no_file(tmp_path):
