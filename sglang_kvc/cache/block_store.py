@@ -37,18 +37,25 @@ class BlockStore(Protocol):
     threads: number of threads that may read at a time; the same number may write.
     local: whether `find` answers at once. Otherwise one more thread may call it at the same time.
     num_bytes, limit: bytes stored, and their maximum; limit is 0 if unknown.
+    bytes_written, bytes_read, damaged: totals since start; they pass to the stores of other identities.
     """
 
     identity: bytes
     threads: int
     local: bool
     limit: int
-    bytes_written: int
-    bytes_read: int
-    damaged: int
 
     @property
     def num_bytes(self) -> int: ...
+
+    @property
+    def bytes_written(self) -> int: ...
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    @property
+    def damaged(self) -> int: ...
 
     def __len__(self) -> int:
         """Number of stored records."""

@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,15 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files, if no limit is given
 
 
+@dataclass
+class _Totals:
+    """Bytes written and read, and damaged files, of all identities since the process opened the folder."""
+
+    written: int = 0
+    read: int = 0
+    damaged: int = 0
+
+
 class DiskStore:
     """A `BlockStore` in `folder`, at most `limit` bytes of files; the least recently used ones go first (`UseOrder`).
     The modification time of a file is its last use, so that the next server knows the order.
@@ -38,12 +48,15 @@ class DiskStore:
 
     threads, local = 4, True
 
-    def __init__(self, folder: str | Path, identity: bytes, limit: int | None = None, ranks: int = 1):
+    def __init__(
+        self, folder: str | Path, identity: bytes, limit: int | None = None, ranks: int = 1,
+        totals: _Totals | None = None
+    ):  # fmt: skip
         self.folder = Path(folder) / identity.hex()[:16]
         with contextlib.suppress(OSError):  # the first write tries again and logs the error
             self.folder.mkdir(parents=True, exist_ok=True)
         self.identity = identity
-        self.bytes_written = self.bytes_read = self.damaged = 0
+        self._totals = totals or _Totals()
         self._lock = threading.Lock()
         self._failed = False  # the last write failed: one line is logged until one succeeds
         self._writing: set[bytes] = set()  # keys that are being written; `num_bytes` counts their files
@@ -57,7 +70,21 @@ class DiskStore:
 
     def of(self, identity: bytes) -> DiskStore:
         """The store of another identity in the same folder; this store if the identity is the same."""
-        return self if identity == self.identity else DiskStore(self.folder.parent, identity, self.limit)
+        if identity == self.identity:
+            return self
+        return DiskStore(self.folder.parent, identity, self.limit, totals=self._totals)
+
+    @property
+    def bytes_written(self) -> int:
+        return self._totals.written
+
+    @property
+    def bytes_read(self) -> int:
+        return self._totals.read
+
+    @property
+    def damaged(self) -> int:
+        return self._totals.damaged
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -118,7 +145,7 @@ class DiskStore:
                 self._failed = False
                 self._sizes[key] = size
                 self._order.add(key, use)
-                self.bytes_written += size
+                self._totals.written += size
             else:
                 self.num_bytes -= size
         return written
@@ -199,7 +226,7 @@ class DiskStore:
             self.forget(key, stored)
             return None
         with self._lock:
-            self.bytes_read += HEADER_BYTES + num_read
+            self._totals.read += HEADER_BYTES + num_read
         return stored
 
     def forget(self, key: bytes, reason: str) -> None:
@@ -207,7 +234,7 @@ class DiskStore:
         path = self.path(key)
         logger.warning("kvc: %s is not used (%s) and removed", path, reason)
         with self._lock:
-            self.damaged += 1
+            self._totals.damaged += 1
             self._drop(key)
         _remove(path)
 

@@ -65,6 +65,20 @@ def test_files_of_another_model_are_ignored_and_kept(tmp_path):
     assert store.of(MODEL) is store and store.of(OTHER).folder == other_store.folder
 
 
+def test_totals_outlive_a_change_of_weights(tmp_path):
+    """Writes begun under the old weights count, too."""
+    store = DiskStore(tmp_path, MODEL)
+    store.write(key_of(1), STORED, record_of(1))
+    read(store, key_of(1))
+    other = store.of(OTHER)
+    store.write(key_of(2), STORED, record_of(2))
+    other.write(key_of(3), STORED, record_of(3))
+    other.forget(key_of(3), "a test")
+    for each in (store, other, other.of(MODEL)):
+        size = 300 + HEADER_BYTES
+        assert (each.bytes_written, each.bytes_read, each.damaged) == (3 * size, size, 1)
+
+
 def test_damaged_files_are_skipped_counted_and_removed(tmp_path):
     """Files that are truncated, extended, have a flipped bit, or bear another block's name are skipped, counted and
     removed."""
