@@ -43,7 +43,9 @@ class BlockStore(Protocol):
     identity: bytes
     threads: int
     local: bool
-    limit: int
+
+    @property
+    def limit(self) -> int: ...
 
     @property
     def num_bytes(self) -> int: ...

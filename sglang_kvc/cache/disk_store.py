@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,61 +30,92 @@ DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files
 
 
 @dataclass
-class _Totals:
-    """Bytes written and read, and damaged files, of all identities since the process opened the folder."""
+class _Account:
+    """What the stores of all identities share that a process has opened in one folder.
 
+    limit, num_bytes: maximum bytes of their files, and present bytes, including files being written. written, read,
+    damaged: totals. stores: by identity, the one in use last; files of earlier ones make room first.
+    """
+
+    limit: int = 0
+    num_bytes: int = 0
     written: int = 0
     read: int = 0
     damaged: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stores: dict[bytes, DiskStore] = field(default_factory=dict)
 
 
 class DiskStore:
     """A `BlockStore` in `folder`, at most `limit` bytes of files; the least recently used ones go first (`UseOrder`).
     The modification time of a file is its last use, so that the next server knows the order.
 
-    Without a limit, the stores of the `ranks` ranks of this host share most of the free space. Files of another
-    identity stay for the server that wrote them. The methods may be called by several threads.
+    Without a limit, the stores of the `ranks` ranks of this host share most of the free space. The limit holds for the
+    files of all identities that the process has opened with `of`. Files of other identities stay for the server that
+    wrote them. The methods may be called by several threads.
     """
 
     threads, local = 4, True
 
     def __init__(
         self, folder: str | Path, identity: bytes, limit: int | None = None, ranks: int = 1,
-        totals: _Totals | None = None
+        account: _Account | None = None
     ):  # fmt: skip
         self.folder = Path(folder) / identity.hex()[:16]
         with contextlib.suppress(OSError):  # the first write tries again and logs the error
             self.folder.mkdir(parents=True, exist_ok=True)
         self.identity = identity
-        self._totals = totals or _Totals()
-        self._lock = threading.Lock()
         self._failed = False  # the last write failed: one line is logged until one succeeds
-        self._writing: set[bytes] = set()  # keys that are being written; `num_bytes` counts their files
+        self._writing: set[bytes] = set()  # keys that are being written
         files = list(stored_files(self.folder))
         self._sizes = {key: size for _, key, size in files}
         self._order = UseOrder((use, key) for use, key, _ in files)
-        self.num_bytes = sum(self._sizes.values())
-        room = shutil.disk_usage(folder).free / ranks + self.num_bytes
-        self.limit = int(room * DEFAULT_SHARE) if limit is None else limit
+        num_bytes = sum(self._sizes.values())
+        if account is None:
+            room = shutil.disk_usage(folder).free / ranks + num_bytes
+            account = _Account(int(room * DEFAULT_SHARE) if limit is None else limit)
+        self._account, self._lock = account, account.lock
+        with self._lock:
+            account.num_bytes += num_bytes
+            account.stores[identity] = self
         self._shrink_to(self.limit, math.inf)  # an earlier server may have had a higher limit
 
     def of(self, identity: bytes) -> DiskStore:
-        """The store of another identity in the same folder; this store if the identity is the same."""
+        """The store of another identity in the same folder, which is in use from now on; this store if the identity is
+        the same."""
         if identity == self.identity:
             return self
-        return DiskStore(self.folder.parent, identity, self.limit, totals=self._totals)
+        stores = self._account.stores
+        with self._lock:
+            for store in [*stores.values()][:-1]:
+                if not len(store) and not store._writing:
+                    del stores[store.identity]
+            known = stores.pop(identity, None)
+            if known is not None:
+                stores[identity] = known
+                return known
+        return DiskStore(self.folder.parent, identity, account=self._account)
+
+    @property
+    def limit(self) -> int:
+        return self._account.limit
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files of all identities that the process has opened."""
+        return self._account.num_bytes
 
     @property
     def bytes_written(self) -> int:
-        return self._totals.written
+        return self._account.written
 
     @property
     def bytes_read(self) -> int:
-        return self._totals.read
+        return self._account.read
 
     @property
     def damaged(self) -> int:
-        return self._totals.damaged
+        return self._account.damaged
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -132,7 +163,7 @@ class DiskStore:
             if size > self.limit or key in self._writing:
                 return False
             self._writing.add(key)
-            self.num_bytes += size
+            self._account.num_bytes += size
         try:
             written = self._shrink_to(self.limit, use) and self._write_with_room(key, stored, record, use)
         except OSError as error:
@@ -145,31 +176,34 @@ class DiskStore:
                 self._failed = False
                 self._sizes[key] = size
                 self._order.add(key, use)
-                self._totals.written += size
+                self._account.written += size
             else:
-                self.num_bytes -= size
+                self._account.num_bytes -= size
         return written
 
     def _shrink_to(self, limit: int, use: float) -> bool:
-        """Remove files that were last used before `use`, the oldest first, until the rest, including files being
-        written, takes at most `limit` bytes. Returns whether it does."""
+        """Remove files until the rest, including files being written, takes at most `limit` bytes: first those of
+        earlier identities, then those of this one that were last used before `use`, the oldest first. Returns whether
+        the rest does."""
         while True:
             with self._lock:
                 if self.num_bytes <= limit:
                     return True
-                if settled := self._order.settle():
-                    key = self._order.oldest()
-                    if key is None or self._order[key] > use:
+                stores = self._account.stores.values()
+                store = next(store for store in (*stores, self) if store is self or len(store))
+                if settled := store._order.settle():
+                    key = store._order.oldest()
+                    if key is None or (store is self and self._order[key] > use):
                         return False
-                    self._drop(key)
+                    store._drop(key)
             if settled:
-                self.path(key).unlink(missing_ok=True)
+                store.path(key).unlink(missing_ok=True)
             else:
                 time.sleep(1e-4)  # lets the scheduler's thread have the lock
 
     def _drop(self, key: bytes) -> None:
         """Forget the file of `key`, if there is one. The caller holds the lock."""
-        self.num_bytes -= self._sizes.pop(key, 0)
+        self._account.num_bytes -= self._sizes.pop(key, 0)
         self._order.remove(key)
 
     def _write_with_room(self, key: bytes, stored: Stored, record: np.ndarray, use: int) -> bool:
@@ -226,7 +260,7 @@ class DiskStore:
             self.forget(key, stored)
             return None
         with self._lock:
-            self._totals.read += HEADER_BYTES + num_read
+            self._account.read += HEADER_BYTES + num_read
         return stored
 
     def forget(self, key: bytes, reason: str) -> None:
@@ -234,7 +268,7 @@ class DiskStore:
         path = self.path(key)
         logger.warning("kvc: %s is not used (%s) and removed", path, reason)
         with self._lock:
-            self._totals.damaged += 1
+            self._account.damaged += 1
             self._drop(key)
         _remove(path)
 

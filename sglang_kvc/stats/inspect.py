@@ -137,7 +137,7 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
         if s.host_load_ms:
             out.append(("rate of loads", f"{s.host_arrived_bytes / s.host_load_ms / 1e6:.1f} GB/s"))
     if s.disk_bytes_total:
-        out.append(("disk", f"{_size(s.disk_bytes)} of {_size(s.disk_bytes_total)} in {s.disk_blocks} files"))
+        out.append(("disk", f"{_size(s.disk_bytes)} of {_size(s.disk_bytes_total)}, {s.disk_blocks} blocks"))
     if s.disk_bytes_total or s.disk_written_bytes or s.disk_read_bytes:
         out.append(("disk traffic", f"{_size(s.disk_written_bytes)} written, {_size(s.disk_read_bytes)} read"))
         if s.disk_damaged:

@@ -48,9 +48,9 @@ class KvcStats:
     host_loading: int = 0  # loads under way
     canceled_loads: int = 0  # loads since start whose memory was needed before they began; their prompts ask again
     transfer_ms: float = 0.0  # host time of both, like `compaction_ms`
-    disk_bytes: int = 0  # bytes of files; with a storage backend, bytes that this server wrote
+    disk_bytes: int = 0  # bytes of files, also of earlier weights; with a storage backend, what this server wrote
     disk_bytes_total: int = 0  # 0: there is no disk tier, or a storage backend
-    disk_blocks: int = 0  # blocks in files; with a storage backend, blocks that this server wrote
+    disk_blocks: int = 0  # blocks in files of these weights; with a storage backend, those that this server wrote
     disk_written_bytes: int = 0  # since start
     disk_read_bytes: int = 0  # since start
     disk_damaged: int = 0  # damaged records since start

@@ -79,6 +79,36 @@ def test_totals_outlive_a_change_of_weights(tmp_path):
         assert (each.bytes_written, each.bytes_read, each.damaged) == (3 * size, size, 1)
 
 
+def test_limit_holds_for_the_files_of_all_weights(tmp_path):
+    """Files of earlier weights go first, the least recently used ones first among them. Weights that come back find
+    those that are left."""
+    size = 300 + HEADER_BYTES
+    first = DiskStore(tmp_path, MODEL, limit=4 * size)
+    for i in range(4):
+        first.write(key_of(i), STORED, record_of(i))
+    first.touch([key_of(0)], time.time_ns())
+
+    def left(store: DiskStore) -> list[int]:
+        return [i for i in range(10) if store.record_bytes(key_of(i)) is not None]
+
+    second = first.of(OTHER)
+    for i in (4, 5):
+        assert second.write(key_of(i), STORED, record_of(i))
+    assert left(first) == [0, 3] and left(second) == [4, 5]
+    assert not first.write(key_of(6), STORED, record_of(6), use=1)  # older than its own files
+    assert first.write(key_of(6), STORED, record_of(6)) and left(second) == [4, 5]
+    third = second.of(b"\2" * 32)
+    third.write(key_of(7), STORED, record_of(7))
+    again = third.of(MODEL)
+    assert again is first and left(again) == [6]
+    again.write(key_of(8), STORED, record_of(8))
+    assert (left(first), left(second), left(third)) == ([6, 8], [5], [7])
+    assert again.num_bytes == 4 * size == sum(path.stat().st_size for path in tmp_path.rglob("*.kvc"))
+    for i in range(3):
+        again = again.of(bytes([3 + i]) * 32)
+    assert len(again._account.stores) == 5, "stores without files are kept"
+
+
 def test_damaged_files_are_skipped_counted_and_removed(tmp_path):
     """Files that are truncated, extended, have a flipped bit, or bear another block's name are skipped, counted and
     removed."""

@@ -259,7 +259,9 @@ def check_released(server: Overlap, files: bool) -> None:
     if tree.disk is not None:
         store = tree.disk.store
         server.seen["written"], server.seen["read"] = store.bytes_written, store.bytes_read
-        assert not files or store.num_bytes == sum(store._sizes.values()) <= store.limit
+        if files:
+            kept = sum(sum(each._sizes.values()) for each in store._account.stores.values())
+            assert store.num_bytes == kept <= store.limit
         tree.disk.close()
 
 
