@@ -104,6 +104,11 @@ def record_size(header: bytes) -> int:
     return _FIELDS.unpack(header[: _FIELDS.size])[-1]
 
 
+def is_for(identity: bytes, key: bytes, header: bytes) -> bool:
+    """Whether a complete header names this block. It is not checked further."""
+    return _FIELDS.unpack(header[: _FIELDS.size])[:4] == (MAGIC, VERSION, identity, key)
+
+
 def parse_header(identity: bytes, key: bytes, header: bytes, record: np.ndarray) -> Stored | str:
     """The facts in the header of `record`, uint8; a text with the reason if header and record were not written for
     `key` or are damaged."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .block_store import HEADER_BYTES, Stored, header, parse_header
+from .block_store import HEADER_BYTES, Stored, header, is_for, parse_header, record_size
 from .use_order import UseOrder
 
 logger = logging.getLogger("sglang_kvc")
@@ -201,6 +201,12 @@ class DiskStore:
             else:
                 time.sleep(1e-4)  # lets the scheduler's thread have the lock
 
+    def _set_size(self, key: bytes, size: int) -> None:
+        """Correct the bytes of the file of `key`, if it is known. The caller holds the lock."""
+        if key in self._sizes:
+            self._account.num_bytes += size - self._sizes[key]
+            self._sizes[key] = size
+
     def _drop(self, key: bytes) -> None:
         """Forget the file of `key`, if there is one. The caller holds the lock."""
         self._account.num_bytes -= self._sizes.pop(key, 0)
@@ -239,14 +245,14 @@ class DiskStore:
             _remove(self.path(key))
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
-        """Read a record of `record.nbytes` bytes into `record`, uint8. None if the file is missing or damaged; a
-        damaged file is removed."""
+        """Read a record of `record.nbytes` bytes into `record`, uint8. None if the file is missing, damaged or of
+        another size; a damaged file is removed."""
         path = self.path(key)
         try:
             with open(path, "rb", buffering=0) as file:
                 head = file.read(HEADER_BYTES)
                 num_read = file.readinto(record.data)
-                longer = file.read(1)
+                size = os.fstat(file.fileno()).st_size
         except FileNotFoundError:  # another server of this folder removed it
             with self._lock:
                 self._drop(key)
@@ -254,7 +260,12 @@ class DiskStore:
         except OSError as error:
             self.forget(key, error.strerror or type(error).__name__)
             return None
-        complete = len(head) == HEADER_BYTES and num_read == record.nbytes and not longer
+        whole = len(head) == HEADER_BYTES
+        complete = whole and num_read == record.nbytes == size - HEADER_BYTES
+        if whole and not complete and record_size(head) == size - HEADER_BYTES and is_for(self.identity, key, head):
+            with self._lock:  # another server of this folder has written the block with other tokens in it
+                self._set_size(key, size)
+            return None
         stored = parse_header(self.identity, key, head, record) if complete else "its size is wrong"
         if isinstance(stored, str):
             self.forget(key, stored)

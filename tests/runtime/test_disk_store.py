@@ -133,6 +133,21 @@ def test_damaged_files_are_skipped_counted_and_removed(tmp_path):
         assert not path.exists() and store.record_bytes(key) is None and store.damaged == i + 1
 
 
+def test_file_of_another_size_stays(tmp_path):
+    """A second server has packed a block with other tokens, which the first one does not know. Its next lookup does."""
+    first, second = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, MODEL)
+    for size in (500, 200):
+        second.clear()
+        first.write(key_of(1), STORED, record_of(1))
+        second.write(key_of(1), STORED, record_of(2, size))
+        assert read(first, key_of(1))[0] is None and not first.damaged
+        assert first.find([key_of(1)]) == [size] and first.num_bytes == size + HEADER_BYTES
+        stored, record = read(first, key_of(1), size)
+        assert stored == STORED and (record == record_of(2, size)).all()
+        first.clear()
+        assert not first.num_bytes
+
+
 def test_least_recently_used_file_is_evicted_first(tmp_path):
     size = 300 + HEADER_BYTES
     store = DiskStore(tmp_path, MODEL, limit=3 * size)
