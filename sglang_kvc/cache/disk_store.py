@@ -23,6 +23,7 @@ from .use_order import UseOrder
 logger = logging.getLogger("sglang_kvc")
 
 SUFFIX = ".kvc"
+FOLDER_MODE = 0o700  # records tell what users wrote
 UNFINISHED = re.compile(r"\..*\.kvc\.(\d{1,9})\.\d+")  # name of a file that is being written; with the process id
 UNFINISHED_SECONDS = 3600.0  # no write takes so long; its process id may belong to another process now
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -63,7 +64,8 @@ class DiskStore:
     ):  # fmt: skip
         self.folder = Path(folder) / identity.hex()[:16]
         with contextlib.suppress(OSError):  # the first write tries again and logs the error
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            self.folder.chmod(FOLDER_MODE)  # an earlier version created it for all users
         self.identity = identity
         self._failed = False  # the last write failed: one line is logged until one succeeds
         self._writing: set[bytes] = set()  # keys that are being written
@@ -224,10 +226,11 @@ class DiskStore:
 
     def _write_file(self, key: bytes, stored: Stored, record: np.ndarray, use: int) -> bool:
         path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder, path.parent):
+            folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # matches UNFINISHED
         try:
-            with open(temporary, "wb") as file:  # buffered, so that a short write to a full disk raises
+            with open(temporary, "wb", opener=_private) as file:  # buffered: a short write raises
                 file.write(header(self.identity, key, stored, record))
                 file.write(record.data)
             os.utime(temporary, ns=(use, use))
@@ -282,6 +285,11 @@ class DiskStore:
             self._account.damaged += 1
             self._drop(key)
         _remove(path)
+
+
+def _private(path: str, flags: int) -> int:
+    """An opener for files that only this user may read."""
+    return os.open(path, flags, 0o600)
 
 
 def _remove(path: Path) -> None:

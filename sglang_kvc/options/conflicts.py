@@ -135,7 +135,7 @@ def check_disk(config: KvcConfig) -> None:
             "--kvc-host-memory, like 64GB."
         )
     try:
-        Path(config.disk).mkdir(parents=True, exist_ok=True)
+        Path(config.disk).mkdir(0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.disk):
             pass
     except OSError as e:

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -16,9 +17,12 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 
 from sglang_kvc.cache.block_store import HEADER_BYTES, Stored
 from sglang_kvc.cache.disk_store import DiskStore
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.conflicts import check_disk
 
 MODEL, OTHER = bytes(32), b"\1" * 32
 STORED = Stored(format_id=2, pages=5, start=256)
@@ -260,6 +264,26 @@ def test_short_write_on_full_disk_leaves_no_file(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not [p for p in store.folder.rglob("*") if p.is_file()] and not len(store) and not store.num_bytes
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "of an earlier version"])
+def test_only_the_owner_may_read_files(tmp_path, existing):
+    disk = tmp_path / "disk"
+    umask = os.umask(0o022)
+    try:
+        if existing:
+            (disk / MODEL.hex()[:16]).mkdir(parents=True)
+        else:
+            check_disk(KvcConfig(disk=str(disk), host_memory=1 << 20))
+        store = DiskStore(disk, MODEL)
+        store.write(key_of(1), STORED, record_of(1))
+        shutil.rmtree(store.folder)
+        store.write(key_of(2), STORED, record_of(2))
+    finally:
+        os.umask(umask)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [disk, *disk.rglob("*")]}
+    assert modes.pop(disk) == (0o755 if existing else 0o700)
+    assert list(modes.values()) == [0o700, 0o700, 0o600]
 
 
 def test_store_writes_after_folder_vanishes(tmp_path):
