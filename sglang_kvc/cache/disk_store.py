@@ -67,8 +67,9 @@ class DiskStore:
             self.folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             self.folder.chmod(FOLDER_MODE)  # an earlier version created it for all users
         self.identity = identity
-        self._failed = False  # the last write failed: one line is logged until one succeeds
+        self._failed = {"read": False, "written": False}  # the last one failed: one line is logged until one succeeds
         self._writing: set[bytes] = set()  # keys that are being written
+        self._unreadable: set[bytes] = set()  # keys of files whose read failed; they may be intact
         files = list(stored_files(self.folder))
         self._sizes = {key: size for _, key, size in files}
         self._order = UseOrder((use, key) for use, key, _ in files)
@@ -123,9 +124,9 @@ class DiskStore:
         return len(self._sizes)
 
     def record_bytes(self, key: bytes) -> int | None:
-        """Bytes of the record of `key`; None if there is no file."""
+        """Bytes of the record of `key`; None if there is no file, or if it could not be read."""
         with self._lock:
-            size = self._sizes.get(key)
+            size = None if key in self._unreadable else self._sizes.get(key)
         return None if size is None else size - HEADER_BYTES
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
@@ -159,7 +160,7 @@ class DiskStore:
         size, written = HEADER_BYTES + record.nbytes, False
         use = time.time_ns() if use is None else use
         with self._lock:
-            if key in self._sizes:
+            if key in self._sizes and key not in self._unreadable:
                 self._order.touch([key], use)
                 return True
             if size > self.limit or key in self._writing:
@@ -169,13 +170,12 @@ class DiskStore:
         try:
             written = self._shrink_to(self.limit, use) and self._write_with_room(key, stored, record, use)
         except OSError as error:
-            if not self._failed:
-                logger.warning("kvc: a block cannot be written to %s and is skipped: %s", self.folder, error)
-            self._failed = True
+            self._note_failure("written", "a block cannot be written to %s and is skipped: %s", self.folder, error)
         with self._lock:
             self._writing.discard(key)
             if written:
-                self._failed = False
+                self._failed["written"] = False
+                self._drop(key)  # an unreadable file that has been replaced
                 self._sizes[key] = size
                 self._order.add(key, use)
                 self._account.written += size
@@ -213,6 +213,12 @@ class DiskStore:
         """Forget the file of `key`, if there is one. The caller holds the lock."""
         self._account.num_bytes -= self._sizes.pop(key, 0)
         self._order.remove(key)
+        self._unreadable.discard(key)
+
+    def _note_failure(self, done: str, text: str, *args: object) -> None:
+        if not self._failed[done]:
+            logger.warning("kvc: " + text, *args)
+        self._failed[done] = True
 
     def _write_with_room(self, key: bytes, stored: Stored, record: np.ndarray, use: int) -> bool:
         """Write the file. If other programs have filled the disk, old files of this size make room for it."""
@@ -248,8 +254,9 @@ class DiskStore:
             _remove(self.path(key))
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
-        """Read a record of `record.nbytes` bytes into `record`, uint8. None if the file is missing, damaged or of
-        another size; a damaged file is removed."""
+        """Read a record of `record.nbytes` bytes into `record`, uint8. None if the file is missing, damaged, of
+        another size or cannot be read. Only a damaged file is removed. One that cannot be read is not found until it is
+        written again."""
         path = self.path(key)
         try:
             with open(path, "rb", buffering=0) as file:
@@ -260,9 +267,12 @@ class DiskStore:
             with self._lock:
                 self._drop(key)
             return None
-        except OSError as error:
-            self.forget(key, error.strerror or type(error).__name__)
+        except OSError as error:  # the file may be intact
+            self._note_failure("read", "%s cannot be read, and its tokens are computed: %s", path, error)
+            with self._lock:
+                self._unreadable.add(key)
             return None
+        self._failed["read"] = False
         whole = len(head) == HEADER_BYTES
         complete = whole and num_read == record.nbytes == size - HEADER_BYTES
         if whole and not complete and record_size(head) == size - HEADER_BYTES and is_for(self.identity, key, head):

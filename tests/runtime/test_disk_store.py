@@ -137,6 +137,27 @@ def test_damaged_files_are_skipped_counted_and_removed(tmp_path):
         assert not path.exists() and store.record_bytes(key) is None and store.damaged == i + 1
 
 
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.EACCES], ids=os.strerror)
+def test_file_that_cannot_be_read_stays(tmp_path, monkeypatch, caplog, error):
+    """It is missed until the next server, or until it is written again; one line is logged."""
+    store, size = DiskStore(tmp_path, MODEL), 300 + HEADER_BYTES
+    for i in range(3):
+        store.write(key_of(i), STORED, record_of(i))
+
+    def fail(*args, **kwargs):
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as broken:
+        broken.setattr("builtins.open", fail)
+        assert [read(store, key_of(i))[0] for i in range(2)] == [None, None]
+    assert not store.damaged and caplog.text.count(os.strerror(error)) == 1
+    assert store.find([key_of(0)]) == store.find([key_of(1)]) == [] and store.find([key_of(2)]) == [300]
+    assert DiskStore(tmp_path, MODEL).find([key_of(i) for i in range(3)]) == [300] * 3
+    store.write(key_of(0), STORED, record_of(0, 200))
+    assert store.find([key_of(0)]) == [200] and read(store, key_of(0), 200)[0] == STORED
+    assert store.num_bytes == 3 * size - 100 == sum(path.stat().st_size for path in store.folder.rglob("*.kvc"))
+
+
 def test_file_of_another_size_stays(tmp_path):
     """A second server has packed a block with other tokens, which the first one does not know. Its next lookup does."""
     first, second = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, MODEL)
