@@ -81,7 +81,14 @@ class DiskStore:
         with self._lock:
             account.num_bytes += num_bytes
             account.stores[identity] = self
-        self._shrink_to(self.limit, math.inf)  # an earlier server may have had a higher limit
+        try:
+            self._shrink_to(self.limit, math.inf)  # an earlier server may have had a higher limit
+        except OSError as error:
+            logger.warning(
+                "kvc: files in %s cannot be removed (%s) and take %.2f of %.2f GiB, so no block is written; make the "
+                "server's user the owner of the folder, or delete it",
+                folder, error, self.num_bytes / 2**30, self.limit / 2**30,
+            )  # fmt: skip
 
     def of(self, identity: bytes) -> DiskStore:
         """The store of another identity in the same folder, which is in use from now on; this store if the identity is
@@ -175,18 +182,15 @@ class DiskStore:
             self._writing.discard(key)
             if written:
                 self._failed["written"] = False
-                self._drop(key)  # an unreadable file that has been replaced
-                self._sizes[key] = size
-                self._order.add(key, use)
+                self._add(key, size, use)
                 self._account.written += size
-            else:
-                self._account.num_bytes -= size
+            self._account.num_bytes -= size
         return written
 
     def _shrink_to(self, limit: int, use: float) -> bool:
         """Remove files until the rest, including files being written, takes at most `limit` bytes: first those of
         earlier identities, then those of this one that were last used before `use`, the oldest first. Returns whether
-        the rest does."""
+        the rest does. Raises OSError if a file cannot be removed; it still counts."""
         while True:
             with self._lock:
                 if self.num_bytes <= limit:
@@ -197,11 +201,24 @@ class DiskStore:
                     key = store._order.oldest()
                     if key is None or (store is self and self._order[key] > use):
                         return False
+                    size, used = store._sizes[key], store._order[key]
                     store._drop(key)
-            if settled:
-                store.path(key).unlink(missing_ok=True)
-            else:
+            if not settled:
                 time.sleep(1e-4)  # lets the scheduler's thread have the lock
+                continue
+            try:
+                store.path(key).unlink(missing_ok=True)
+            except OSError:
+                with self._lock:
+                    store._add(key, size, used)
+                raise
+
+    def _add(self, key: bytes, size: int, use: int) -> None:
+        """Note a file, which may have replaced an unreadable one. The caller holds the lock."""
+        self._account.num_bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self._order.add(key, use)
+        self._unreadable.discard(key)
 
     def _set_size(self, key: bytes, size: int) -> None:
         """Correct the bytes of the file of `key`, if it is known. The caller holds the lock."""
@@ -310,21 +327,30 @@ def _remove(path: Path) -> None:
 def stored_files(folder: Path) -> Iterator[tuple[int, bytes, int]]:
     """Last use, key and size of every file in `folder`. Unfinished files of servers that have ended are removed."""
     now = time.time_ns()
-    for part in folder.iterdir() if folder.is_dir() else ():
-        for entry in os.scandir(part) if part.is_dir() else ():
+    for part in _entries(folder):
+        for entry in _entries(part):
             name, dot, suffix = entry.name.partition(".")
             try:
                 key = bytes.fromhex(name)
             except ValueError:
                 key = b""
-            if dot + suffix == SUFFIX and len(key) == 32:
-                with contextlib.suppress(FileNotFoundError):  # another server of this folder removed it
+            with contextlib.suppress(OSError):  # another server of this folder may have removed it
+                if dot + suffix == SUFFIX and len(key) == 32:
                     status = entry.stat()
                     yield min(status.st_mtime_ns, now), key, status.st_size  # the clock may have been set back
-            elif (unfinished := UNFINISHED.fullmatch(entry.name)) is not None:
-                with contextlib.suppress(OSError):
+                elif (unfinished := UNFINISHED.fullmatch(entry.name)) is not None:
                     if not _runs(int(unfinished[1])) or now - entry.stat().st_mtime_ns > 1e9 * UNFINISHED_SECONDS:
                         os.unlink(entry.path)
+
+
+def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        logger.warning("kvc: %s cannot be read (%s), and its files are not used", os.fspath(folder), error.strerror)
+        return []
 
 
 def _runs(pid: int) -> bool:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -194,6 +195,39 @@ def test_smaller_limit_applies_at_start(tmp_path):
     store = DiskStore(tmp_path, MODEL, limit=2 * size)
     assert len(store) == len(list(store.folder.rglob("*.kvc"))) == 2 and store.num_bytes == 2 * size
     assert not len(DiskStore(tmp_path, MODEL, limit=0)) and not list(store.folder.rglob("*.kvc"))
+
+
+def test_files_of_another_user_are_read_but_make_no_room(tmp_path, monkeypatch, caplog):
+    """The server starts with a smaller limit on a folder whose files it may not remove. It says so once, and once more
+    when it writes."""
+    size = 300 + HEADER_BYTES
+    before = DiskStore(tmp_path, MODEL, limit=3 * size)
+    for i in range(3):
+        before.write(key_of(i), STORED, record_of(i))
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    store = DiskStore(tmp_path, MODEL, limit=2 * size)
+    assert caplog.text.count("cannot be removed") == 1 and "Permission denied" in caplog.text
+    assert len(store) == 3 and store.num_bytes == 3 * size and read(store, key_of(0))[0] == STORED
+    for i in range(3, 6):
+        assert not store.write(key_of(i), STORED, record_of(i))
+    assert len(store) == 3 and store.num_bytes == 3 * size and caplog.text.count("cannot be written") == 1
+    monkeypatch.undo()
+    assert store.write(key_of(3), STORED, record_of(3)) and store.find([key_of(1)]) == [] and len(store) == 2
+
+
+def test_unreadable_folder_counts_as_empty(tmp_path, monkeypatch, caplog):
+    DiskStore(tmp_path, MODEL).write(key_of(1), STORED, record_of(1))
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert not len(DiskStore(tmp_path, MODEL))
+    assert caplog.text.count("cannot be read (Permission denied)") == 1
 
 
 def test_ranks_share_free_space(tmp_path, monkeypatch):
