@@ -82,7 +82,8 @@ class DiskCache(HostCache):
                 self.tier_metrics.attach_storage(config.storage or "kvc-disk")
 
     def _reset_full(self) -> None:
-        wait([read for f in getattr(self, "fetches", ()) for read in f.fetch.reads])
+        for fetched in getattr(self, "fetches", ()):
+            self.disk.abandon(fetched.fetch)
         super()._reset_full()
         self.may_have_room = True
         self.lookups: list[_PrefixFetch] = []
@@ -304,7 +305,7 @@ class DiskCache(HostCache):
             self._begin(first, first.lookup.sizes)
             self.transfers_ended += 1
         self.disk.poll()
-        while self.fetches and self._agreed(int(self.fetches[0].fetch.finished)):
+        while self.fetches and self._agreed(int(self.disk.ended(self.fetches[0].fetch))):
             self._enter_fetched(self.fetches.pop(0))
             self._note_end()
         if self.tier_metrics is not None:
@@ -323,7 +324,11 @@ class DiskCache(HostCache):
         wait(tasks, READ_SECONDS)
 
     def _enter_fetched(self, fetched: _PrefixFetch) -> None:
-        """Insert the blocks that were read into the tree. The prompt then hits them in host memory."""
+        """Insert the blocks that were read into the tree. The prompt then hits them in host memory. Reads that have not
+        ended are given up."""
+        if not fetched.fetch.finished:
+            logger.warning("kvc: reads of %s hang, and prompts are computed", self.runtime.config.store_option)
+            self.disk.abandon(fetched.fetch)
         ids, p, tier = fetched.fetch.ids, self.page_size, self.host_tier
         num_found = self._agreed(fetched.fetch.found) if fetched.host_lock is not None else 0
         intact, unused = ids[:num_found], ids[num_found:]

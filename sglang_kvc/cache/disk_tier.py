@@ -5,6 +5,7 @@ Separate threads write and read the store. The scheduler's thread only starts th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from .host_tier import HostTier
 
 MAX_WRITES = 256  # writes under way
-LOOKUP_SECONDS = 2.0  # a prompt waits at most this long for a lookup
+LOOKUP_SECONDS = 2.0  # a prompt waits at most this long for a lookup, and a flush for writes
+STALL_SECONDS = 60.0  # a prompt waits for reads until none of them has begun or ended for this long
 USE_SECONDS = 1.0  # uses of a block within this time count once
 SAVE_SECONDS = 60.0  # uses are saved this often; a killed server loses those after the last time
 
@@ -36,17 +38,21 @@ class _Write:
     use: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Fetch:
     """Reads under way, from the store into the stored blocks `ids` of host memory.
 
-    The reads begin when all saves below the number `after` have ended, since those may write to the same memory."""
+    The reads begin when all saves below the number `after` have ended, since those may write to the same memory.
+    moved: time at which one of them last began or ended."""
 
     ids: np.ndarray
     keys: list[bytes]
     sizes: list[int]
     after: int
     reads: list[Future[Stored | None]] = field(default_factory=list)
+    moved: float | None = None
+    abandoned: bool = False
+    copying: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def finished(self) -> bool:
@@ -54,9 +60,16 @@ class Fetch:
 
     @property
     def found(self) -> int:
-        """Number of blocks, from the first on, whose records were intact."""
-        failed = (i for i, read in enumerate(self.reads) if read.result() is None)
-        return next(failed, len(self.reads))
+        """Number of blocks, from the first on, whose records were intact. Reads that have not ended found nothing."""
+        intact = (read.done() and not read.cancelled() and read.result() is not None for read in self.reads)
+        return next((i for i, is_intact in enumerate(intact) if not is_intact), len(self.reads))
+
+    def abandon(self) -> None:
+        """Let reads that have not ended write nothing to host memory from now on."""
+        for read in self.reads:
+            read.cancel()
+        with self.copying:
+            self.abandoned = True
 
 
 class Lookup:
@@ -88,7 +101,9 @@ class DiskTier:
         self._waiting: deque[_Write] = deque()
         self._writing: deque[tuple[Future, _Write]] = deque()
         self._use_time, self._save_at = 0, time.monotonic() + SAVE_SECONDS
-        self._fetches: deque[Fetch] = deque()  # whose reads have not begun
+        self._fetches: deque[Fetch] = deque()  # whose reads are not submitted
+        self._moved = time.monotonic()  # when any read began or ended last
+        self._hanging: list[Future] = []  # reads that were abandoned and may not have ended
         self.written_blocks = 0  # since start
 
     # ---- uses
@@ -126,7 +141,8 @@ class DiskTier:
         while self._fetches and self._fetches[0].after <= self.tier.transfers.num_saved():
             fetch = self._fetches.popleft()
             parts = zip(fetch.ids.tolist(), fetch.keys, fetch.sizes)
-            fetch.reads = [self._readers.submit(self._read, i, key, size) for i, key, size in parts]
+            fetch.reads = [self._readers.submit(self._read, fetch, i, key, size) for i, key, size in parts]
+            self._moved = time.monotonic()
         while self._writing and self._writing[0][0].done():
             future, write = self._writing.popleft()
             self.written_blocks += future.exception() is None and future.result()
@@ -168,7 +184,15 @@ class DiskTier:
     # ---- from the disk
 
     def record_sizes(self, keys: Sequence[bytes]) -> list[int]:
-        """Bytes of the records of `keys`, up to the first missing one. The store may take its time to answer."""
+        """Bytes of the records of `keys`, up to the first missing one. None is found while an abandoned read hangs."""
+        return [] if self._hangs() else self._find(keys)
+
+    def _hangs(self) -> bool:
+        self._hanging = [read for read in self._hanging if not read.done()]
+        return bool(self._hanging)
+
+    def _find(self, keys: Sequence[bytes]) -> list[int]:
+        """Look the records of `keys` up. The store may take its time to answer."""
         tier, sizes = self.tier, self.store.find(keys)
         min_size, max_size = tier.layout.record.num_bytes(0), tier.units.shape[1] * tier.layout.unit_bytes
         for n, (key, size) in enumerate(zip(keys, sizes)):
@@ -178,12 +202,12 @@ class DiskTier:
         return sizes
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
-        """Start `record_sizes` in a thread. While an earlier lookup is overdue, no lookup starts and the result is
-        empty."""
+        """Start `record_sizes` in a thread. While an earlier lookup is overdue or an abandoned read hangs, no lookup
+        starts and the result is empty."""
         while self._lookups and self._lookups[0].answer.done():
             self._lookups.popleft()
-        if not (self._lookups and self._lookups[0].finished):
-            lookup = Lookup(self._lookup_thread.submit(self.record_sizes, list(keys)))
+        if not (self._lookups and self._lookups[0].finished) and not self._hangs():
+            lookup = Lookup(self._lookup_thread.submit(self._find, list(keys)))
             self._lookups.append(lookup)
             return lookup
         no_records: Future[list[int]] = Future()
@@ -197,25 +221,44 @@ class DiskTier:
         self._fetches.append(fetch)
         return fetch
 
-    def _read(self, i: int, key: bytes, size: int) -> Stored | None:
+    def ended(self, fetch: Fetch) -> bool:
+        """Whether the reads have ended, or make no progress for `STALL_SECONDS`. Reads that have not begun wait for
+        those of other prompts, whose progress counts."""
+        if not fetch.reads or fetch.finished:
+            return fetch.finished
+        moved = self._moved if fetch.moved is None else fetch.moved
+        return time.monotonic() - moved > STALL_SECONDS
+
+    def abandon(self, fetch: Fetch) -> None:
+        """Give up reads that have not ended. Their blocks can be freed at once."""
+        fetch.abandon()
+        self._hanging += [read for read in fetch.reads if not read.done()]
+
+    def _read(self, fetch: Fetch, i: int, key: bytes, size: int) -> Stored | None:
+        """Read a record, and copy it to host memory unless its fetch was abandoned in the meantime.
+
+        A read that hangs thus never writes to memory that has been given to other blocks."""
         tier = self.tier
-        units = tier.units[i][tier.units[i] >= 0]
-        data = tier.memory.data.numpy()
-        record = data[units[0]][:size] if len(units) == 1 else np.empty(size, dtype=np.uint8)
-        stored = self.store.read(key, record)
+        fetch.moved = self._moved = time.monotonic()
+        units = np.empty((-(-size // tier.memory.unit_bytes), tier.memory.unit_bytes), dtype=np.uint8)
+        stored = self.store.read(key, units.ravel()[:size])
+        fetch.moved = self._moved = time.monotonic()
         if stored is None:
             return None
-        if len(units) > 1:
-            data[units] = np.resize(record, len(units) * tier.memory.unit_bytes).reshape(len(units), -1)
-        tier.format_id[i], tier.pages[i], tier.start[i] = stored.format_id, stored.pages, stored.start
+        with fetch.copying:
+            if fetch.abandoned:
+                return None
+            tier.memory.data.numpy()[tier.units[i][: len(units)]] = units
+            tier.format_id[i], tier.pages[i], tier.start[i] = stored.format_id, stored.pages, stored.start
         return stored
 
     # ---- records
 
     def synchronize(self) -> None:
-        """Wait for all writes under way, and forget everything that has not begun."""
+        """Wait for writes under way, up to `LOOKUP_SECONDS`, and forget everything that has not begun. A later write
+        finds that its block has left host memory."""
         self._fetches.clear()
-        wait([write for write, _ in self._writing])
+        wait([write for write, _ in self._writing], LOOKUP_SECONDS)
         self._forget_writes()
 
     def clear(self) -> None:

@@ -226,6 +226,8 @@ def _server(
             place.__class__, place.draw = draw.choice([good, bad]), disk_draw
             if draw.random() < 0.8:  # the remaining runs use real threads
                 tier._readers, tier._writers, tier._lookup_thread = threads = [Threads(disk_draw) for _ in range(3)]
+            stall = 0.0 if disk_draw.random() < 0.3 else 60.0  # 0: reads of the last turns are given up
+            stack.enter_context(patch("sglang_kvc.cache.disk_tier.STALL_SECONDS", stall))
         if peer is not None:
             peer.join(server)
         for name in ("cache.disk_tier", "adapter.tree_disk"):
