@@ -178,7 +178,8 @@ class DiskCache(HostCache):
             if written_at(node) == self.runtime.cleared:
                 continue
             ids = self.component.blocks_of(node)
-            waiting = (blocks.state[ids] == State.OPEN) & (blocks.window_count[ids] > 0)
+            held = blocks.format_id[ids] == (self.runtime.policy.unplanned_format or -1)
+            waiting = ((blocks.state[ids] == State.OPEN) | held) & (blocks.window_count[ids] > 0)
             if waiting.any():
                 continue
             units = self.host_tier.units_of(ids).cumsum()

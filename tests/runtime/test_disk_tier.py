@@ -216,6 +216,26 @@ def test_turn_saves_only_new_nodes(tmp_path, monkeypatch):
     assert tree.host_tier.stored == 3
 
 
+def test_blocks_of_incomplete_prompts_are_not_saved(tmp_path):
+    """They are packed with all their tokens and will be planned. Another request of their prefix may end before."""
+    options = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3, "window": 0}
+    server = ToyServer(host_memory=400_000, disk=str(tmp_path), disk_size=1 << 20, trust="all", **options)
+    tree, runtime = server.tree, server.runtime
+    tree.init_hicache(ONE_RANK, None)
+    req = server.admit([*range(4 * P), 1])
+    tree.back_up(req.last_node)
+    assert tree.host_tier.stored == 4
+    tree.evict_host(10**9)
+    nodes = tree._path(tree.tree_core.node_by_id(req.last_node))
+    ids = np.concatenate([tree.component.blocks_of(node) for node in nodes])
+    runtime.blocks.format_id[ids] = runtime.policy.unplanned_format
+    runtime.blocks.window_count[ids] += 1
+    for node in nodes:
+        node.kvc_written = None
+    tree.back_up(req.last_node)
+    assert not tree.host_tier.stored
+
+
 @pytest.mark.parametrize("idle", [False, True])
 def test_pass_without_forward_waits_for_reads(tmp_path, monkeypatch, idle):
     """The threads that read get the interpreter's lock meanwhile."""
