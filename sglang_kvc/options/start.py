@@ -34,6 +34,7 @@ from sglang_kvc.options.start_warnings import (
     environment_warnings,
     ignored_warnings,
     one_shot_warning,
+    order_warning,
     trust_warning,
 )
 from sglang_kvc.options.unsupported_args import PREFILL_GRAPHS, check_args, check_pool_sizing
@@ -58,7 +59,8 @@ def prepare(args: Any) -> None:
     check_args(args, config)
     if config.storage is not None:
         _check_storage(args)
-    sharing = [] if args.disable_radix_cache else [trust_warning(config), one_shot_warning(config)]
+    sharing = [trust_warning(config), one_shot_warning(config), order_warning(config, args.schedule_policy)]
+    sharing = [] if args.disable_radix_cache else sharing
     cpu = _on_cpu(args)
     for warning in [*environment_warnings(), *ignored_warnings(args, cpu=cpu), *filter(None, sharing)]:
         logger.warning(warning)

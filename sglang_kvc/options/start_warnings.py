@@ -1,5 +1,5 @@
 """Warnings at a server's start: arguments and environment variables without effect, a policy that lets one request
-decide what others read, and prompts without a prefix cache."""
+decide what others read, prompts without a prefix cache, and an order of admission that suits no sessions."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ def one_shot_warning(config: KvcConfig) -> str | None:
         f"--kvc-one-shot: a prompt that {config.one_shot} makes smaller hits no cached prefix and leaves none; if "
         f'prompts have a common prefix, name the server\'s format in their custom_params: {{"{PARAMETER}": '
         f'"{config.high}"}}.'
+    )
+
+
+def order_warning(config: KvcConfig, schedule_policy: str) -> str | None:
+    """A sentence if sessions in host memory are admitted in order of arrival. Else None."""
+    if not config.host_memory or schedule_policy != "fcfs":
+        return None
+    return (
+        "--kvc-host-memory with --schedule-policy fcfs: once the histories of all sessions exceed host memory, each "
+        "prompt finds its blocks evicted; use --schedule-policy hrrn, which keeps some sessions in the cache."
     )
 
 

@@ -25,7 +25,7 @@ from sglang_kvc.options.conflicts import (
 )
 from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.options.start import _check_storage
-from sglang_kvc.options.start_warnings import TREE_CORE, environment_warnings, ignored_warnings
+from sglang_kvc.options.start_warnings import TREE_CORE, environment_warnings, ignored_warnings, order_warning
 from sglang_kvc.options.unsupported_args import (
     AFTER_CAPTURE,
     ARG_REFUSALS,
@@ -390,3 +390,9 @@ def test_block_size_must_divide_chunk(parse, capsys, size):
     chunk = sentence.split("choose ")[1].rstrip(".")
     args = parse("--kv-backend", "kvc", "--kvc-block-size", size, "--chunked-prefill-size", chunk)
     assert args.page_size == int(size)
+
+
+def test_order_of_arrival_is_warned_of_with_host_memory():
+    assert "--schedule-policy hrrn" in order_warning(KvcConfig(host_memory=1 << 30), "fcfs")
+    assert order_warning(KvcConfig(host_memory=1 << 30), "hrrn") is None
+    assert order_warning(KvcConfig(), "fcfs") is None
