@@ -220,6 +220,7 @@ class DiskCache(HostCache):
             if not continues or lookups >= MOST_LOOKUPS:
                 return False
         req.kvc_fetched, req.kvc_found, req.kvc_records_left = True, begin, False
+        self._note_use(node)
         end = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)) // p * p
         if end <= begin:
             req.kvc_waits_since = None

@@ -139,6 +139,19 @@ def test_read_prompt_counts_as_used(tmp_path, clock):
         assert [order[key] for key in keys_of(prompt)] == [clock[0] * 10**9 - BLOCK_NS * i for i in range(3)]
 
 
+def test_running_request_counts_as_a_use(tmp_path, clock):
+    """It hits blocks on the device, and its files could go before it ends."""
+    prompt = tokens(1, 3)
+    with serve(tmp_path, disk_size=1 << 20) as server:
+        ask(server, prompt)
+        clock[0] += 60
+        server.submit([*prompt, 1], [5] * 100, None, None)
+        run(server, lambda: len(list(server.requests.values())[-1].output_ids) > 2)
+        order = server.tree_cache.disk.store._order
+        assert [order[key] for key in keys_of(prompt)] == [clock[0] * 10**9 - BLOCK_NS * i for i in range(3)]
+        run(server)
+
+
 def test_use_counts_for_blocks_that_wait_for_their_write(tier, clock):  # noqa: F811
     keys = written(tier, stored(tier, 3))
     clock[0] += 60
