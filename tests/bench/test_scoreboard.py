@@ -197,12 +197,12 @@ def test_long_answers_show_running_batch(tmp_path):
 
     other = row(32, 50, 750.0, source="1111111 on another host")
     numbers = {"bf16.c64": row(19.0, 25, 500.0), "fp8_e4m3.c64": other, "kvc_k4v4.c64": row(60.5, 64, 1000.0)}
-    score = {"papers__longgen__vs_bf16__k4v4": (2.0, "x")}
+    score = {"papers__longgen__vs_bf16__k4v4": (2.0, "x"), "papers__longgen__vs_fp8__k4v4": (1.5, "x")}
     write(tmp_path, "e2e/long_answers_h100", "NVIDIA H100 80GB HBM3", numbers=numbers, **score)
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
-    assert "| stock bf16, fa3 | 500 |  | 19 | 25 | H100 at 1abcdef |" in text
-    assert "| 750 |  | 32 | 50 | H100 at 1111111, another host |" in text
-    assert "| `k4v4` | 1000 | 2.00x | 60 | 64 | H100 at 1abcdef |" in text and "## Speed" not in text
+    assert "| stock bf16, fa3 | 500 |  |  | 19 | 25 | H100 at 1abcdef |" in text
+    assert "| 750 |  |  | 32 | 50 | H100 at 1111111, another host |" in text
+    assert "| `k4v4` | 1000 | 2.00x | 1.50x | 60 | 64 | H100 at 1abcdef |" in text and "## Speed" not in text
 
 
 def test_longest_prompts_of_equal_settings_share_a_column(tmp_path):

@@ -61,7 +61,8 @@ def test_long_answers_and_rates_take_fastest_stock_server():
     numbers |= {"kvc_k4v4.c64": run(2500.0), "kvc_kv-compress-8x.c64": run(3000.0)}
     scores = long_answers.scores(numbers, arguments("--quick"))
     assert {n: s.value for n, s in scores.items()} == {
-        "papers.longgen.vs_bf16.k4v4": 2.5, "papers.longgen.vs_bf16.kv-compress-8x": 3.0
+        "papers.longgen.vs_bf16.k4v4": 2.5, "papers.longgen.vs_bf16.kv-compress-8x": 3.0,
+        "papers.longgen.vs_fp8.k4v4": 0.5, "papers.longgen.vs_fp8.kv-compress-8x": 0.6,
     }  # fmt: skip
     trained = long_answers.scores(numbers, arguments("--quick", "--text", "essays.txt"))
     assert trained["papers.longgen_text.vs_bf16.k4v4"].value == 2.5 and not set(trained) & set(scores)
