@@ -1,7 +1,7 @@
 """Maximum number of agents within the latency targets, and scores that compare servers by it.
 
 If a server's curve never misses a target, its maximum is unknown, and it gets no score as a baseline. If that server is
-`kvc_tiers`, the unit says "at least".
+`kvc_tiers`, the unit says "at least". Servers of different runs are not compared.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def scores(numbers: dict[str, dict], endless: float, prefix: str = "agents") -> 
     for name, other in (("vs_bf16", "stock_bf16"), ("vs_fp8", "stock_fp8"), ("vs_fp8_hicache", "stock_fp8_hicache"),
                         ("tiers_vs_static", "kvc")):  # fmt: skip
         agents = max_agents.get(other)
-        if ours and agents and other in missed:
+        same_run = ours and agents and not _source(rows_by_server["kvc_tiers"], ours)
+        if same_run and other in missed and not _source(rows_by_server[other], agents):
             bound = "" if "kvc_tiers" in missed else ", at least"
-            baseline = f"{other}, {agents} agents{_source(rows_by_server[other], agents)}"
-            result[f"{prefix}.{name}"] = Score(ours / agents, f"{unit}{bound}", baseline)
+            result[f"{prefix}.{name}"] = Score(ours / agents, f"{unit}{bound}", f"{other}, {agents} agents")
     agents = knee(rows_by_server.get("kvc", []), endless)
     tiers = rows_by_server.get("kvc_tiers", [])
     row = dict(tiers).get(2 * (agents or 0))

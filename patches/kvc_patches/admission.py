@@ -76,9 +76,11 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
 def around_add_chunked_req(orig, self, req):
     """Let a chunk wait for its blocks. It is not cut where SGLang would cut it to keep its reserve for answers."""
     runtime = runtime_of(self.token_to_kv_pool_allocator)
+    if runtime is None:
+        return orig(self, req)
     self.kvc_chunked_req = req
     others_run = self.running_batch is not None and not self.running_batch.is_empty()
-    if runtime is None or not (others_run or getattr(self.tree_cache, "loads", None)):
+    if not (others_run or getattr(self.tree_cache, "loads", None)):
         return orig(self, req)
     from sglang_kvc.adapter.admission import chunk_credit
 

@@ -121,10 +121,11 @@ def test_scores_compare_most_agents():
     }  # fmt: skip
     assert "at least" in compared["agents.vs_bf16"].unit
     elsewhere = scores(numbers | {"stock_bf16.a8": row(1.0) | {"source": "another host"}}, endless=0.96)
-    assert elsewhere["agents.vs_bf16"].baseline == "stock_bf16, 8 agents (another host)"
+    assert "agents.vs_bf16" not in elsewhere and elsewhere["agents.tiers_vs_static"].value == 2.0
     assert "agents.curve.stock_bf16.8" not in elsewhere and "agents.curve.stock_bf16.16" in elsewhere
     elsewhere = scores(numbers | {"kvc_tiers.a32": row(1.0, 0.9) | {"source": "another host"}}, endless=0.96)
     assert elsewhere["agents.hit_of_endless_2x"].baseline.startswith("32 agents (another host); ")
+    assert "agents.tiers_vs_static" not in elsewhere
     ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
     assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
 
