@@ -101,8 +101,9 @@ class KvcAttnBackend(AttentionBackend):
         seqs = self.runtime.sequences_of(fb.rids or [])
         seqs += [None] * (len(lens) - len(seqs))  # an idle rank prefills a dummy prompt
         gaps = [0 if seq is None else seq.gap for seq in seqs]
+        seq_lens = fb.seq_lens
         if any(gaps):
-            self.runtime.page_ops.gaps.close_up(row_blocks, fb.req_pool_indices)
+            seq_lens = seq_lens - self.runtime.page_ops.gaps.close_up(row_blocks, fb.req_pool_indices) * p
             lens = [n - gap * p for n, gap in zip(lens, gaps)]
         prefix = [n - e for n, e in zip(lens, extend)]
         fake_quant_format = self.runtime.fake_quant_format(seqs)
@@ -112,7 +113,7 @@ class KvcAttnBackend(AttentionBackend):
                 [] if seq is None or seq.decoding else seq.open_blocks(length) for seq, length in zip(seqs, prefix)
             ]
         return Snapshot(
-            row_blocks, fb.seq_lens, *write, lens, prefix, extend,
+            row_blocks, seq_lens, *write, lens, prefix, extend,
             fake_quant_format or None, waiting if any(waiting) else None, not any(gaps),
             self._last_queries(seqs, extend),
         )  # fmt: skip

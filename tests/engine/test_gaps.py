@@ -72,6 +72,7 @@ def test_mixed_decode_step_skips_gaps(packed):
     )  # fmt: skip
     snap = backend_of(store, gaps, slots, [default, one_shot])._extend_snapshot(batch)
     assert not snap.whole and snap.last_queries == []
+    assert snap.seq_lens.tolist() == snap.seq_lens_cpu == [int(lens[1]), int(lens[0])]
     planned = attention(store)
     planned.plan_extend(snap)
     gen = torch.Generator().manual_seed(0)
