@@ -31,6 +31,7 @@ class Chain:
     pause: float = 0.0  # typical pause of the session per step, in forwards, estimated from earlier pauses
     steps: int = 1  # steps until the next prompt, by the client's hint
     children: dict[Chain, None] = field(default_factory=dict)
+    lowered: bytearray = field(default_factory=bytearray)  # 1 per demoted block on the device, if any may be
 
     def __post_init__(self):
         if self.parent is not None:
@@ -67,6 +68,11 @@ class Cache:
         victims = [c for c in self.chains if c.device and not c.locks]
         if sum(c.device for c in victims) < missing:
             return False
+        self._evict(victims, missing, now)
+        return True
+
+    def _evict(self, victims: list[Chain], missing: int, now: float) -> None:
+        """Evict `missing` blocks of the unlocked chains `victims`, which have as many."""
         while missing > 0:
             # A shared chain is a leaf if none of its children is on the device.
             leaves = [c for c in victims if c.device and not any(child.device for child in c.children)]
@@ -83,7 +89,6 @@ class Cache:
                 if missing <= 0:
                     break
         self._trim_host(now)
-        return True
 
     def _trim_host(self, now: float) -> None:
         while self.host > self.host_capacity:
@@ -102,18 +107,19 @@ class Cache:
         if not chain.stored and not chain.locks:
             self.chains.pop(chain, None)
 
-    def cut(self, chain: Chain, keep: int) -> None:
+    def cut(self, chain: Chain, keep: int) -> Chain | None:
         """Detach the blocks after the first `keep`, because the session continues without them. They stay until they
-        are evicted. A single block, the partly filled end of every prompt, is freed."""
+        are evicted, in the chain that is returned. A single block, the partly filled end of every prompt, is freed."""
         device, stored = min(chain.device, keep), min(chain.stored, keep)
         on_device, on_host = chain.device - device, chain.stored - chain.device - (stored - device)
         chain.device, chain.stored = device, stored
         if on_device + on_host <= 1:
             self.device -= on_device
             self.host -= on_host
-            return
+            return None
         rest = Chain(chain.parent, on_device, on_device + on_host, used=chain.used, ended=chain.ended, dead=True)
         self.chains[rest] = None
+        return rest
 
     def extend(self, chain: Chain, blocks: int) -> None:
         """Extend the locked `chain` to `blocks` blocks on the device, which has room for them."""

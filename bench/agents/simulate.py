@@ -92,6 +92,11 @@ class Turn:
         device_tokens = min(device * BLOCK, limit)
         return device_tokens, min(host * BLOCK, limit - device_tokens)
 
+    def demoted(self) -> int:
+        """Tokens in demoted blocks."""
+        chain = self.agent.chain
+        return sum(chain.parent.lowered[: self.tools] + chain.lowered) * BLOCK
+
     def cached(self) -> int:
         return sum(self.hits())
 
@@ -104,6 +109,7 @@ class Totals:
     prompt: int = 0  # prompt tokens
     device: int = 0  # prompt tokens from device memory
     host: int = 0  # prompt tokens from host memory
+    demoted: int = 0  # prompt tokens from demoted blocks
     again: int = 0  # recomputed tokens of the session's previous prompt
     sessions: int = 0  # ended sessions
     first_token: list[float] = field(default_factory=list)  # seconds from arrival
@@ -120,9 +126,10 @@ class Simulation:
         pick: Callable[[list[Turn], int], Turn],
         agents: int,
         seed: int = 0,
+        cache: Cache | None = None,
     ):
         self.machine, self.pick = machine, pick
-        self.cache = Cache(machine.blocks(machine.memory), machine.blocks(machine.host_memory), order)
+        self.cache = cache or Cache(machine.blocks(machine.memory), machine.blocks(machine.host_memory), order)
         line = random.Random(seed).sample(sessions, len(sessions))
         self.line = itertools.cycle(line)
         self.tools: dict[int, Chain] = {}
@@ -200,7 +207,7 @@ class Simulation:
         self.waiting.remove(turn)
         for other in self.waiting:
             other.overtaken += other.arrived < turn.arrived
-        device, host = turn.hits()
+        (device, host), demoted = turn.hits(), turn.demoted()
         computed = step.prompt - device - host
         self.cache.extend(parent, max(turn.tools, parent.device))
         self.cache.extend(chain, max(turn.blocks, chain.device))
@@ -219,6 +226,7 @@ class Simulation:
             t.prompt += step.prompt
             t.device += device
             t.host += host
+            t.demoted += demoted
             t.again += max(0, min(step.shared, step.prompt - 1) - device - host)
             t.first_token.append(first_token - turn.arrived)
         self.after(first_token, self.decode, turn, answer)
@@ -283,20 +291,33 @@ def settings(args: argparse.Namespace) -> list[tuple[str, str, str, float]]:
     return curves + [(*setting, args.host) for setting in hosted]
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Parser of the arguments that describe the load."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("traces", type=Path)
     p.add_argument("--split", choices=traces.SPLITS, default="report")
     p.add_argument("--agents", default="16,24,32,48,64", help="numbers of agents, separated by commas")
-    p.add_argument("--orders", default="", help=f"eviction orders, separated by commas: {', '.join(ORDERS)}")
-    p.add_argument("--queues", default="", help=f"admission orders, separated by commas: {', '.join(QUEUES)}")
-    p.add_argument("--formats", default="k4v4", help=f"formats, with --orders or --queues: {', '.join(FORMATS)}")
-    p.add_argument("--host", type=float, default=64e9, help="bytes of host memory, for curves with a host tier")
     p.add_argument("--longest", type=int, default=200_000, help="maximum tokens of a prompt and its answer")
     p.add_argument("--pause", type=float, default=300.0, help="maximum pause in seconds; longer ones are cut")
     p.add_argument("--hours", type=float, default=2.0, help="measured time, after half an hour of warm-up")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--no-write", action="store_true")
+    return p
+
+
+def load(args: argparse.Namespace) -> tuple[list[Session], dict[str, Any]]:
+    """The sessions, and the settings that a result file records."""
+    sessions = traces.load(args.traces, longest=args.longest, pause=args.pause, split=args.split)
+    kept = {k: getattr(args, k) for k in ("split", "longest", "pause", "hours", "seeds")}
+    return sessions, kept | {"sessions": len(sessions), "endless": traces.endless_share(sessions), "simulated": True}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    p = parser(__doc__)
+    p.add_argument("--orders", default="", help=f"eviction orders, separated by commas: {', '.join(ORDERS)}")
+    p.add_argument("--queues", default="", help=f"admission orders, separated by commas: {', '.join(QUEUES)}")
+    p.add_argument("--formats", default="k4v4", help=f"formats, with --orders or --queues: {', '.join(FORMATS)}")
+    p.add_argument("--host", type=float, default=64e9, help="bytes of host memory, for curves with a host tier")
     return p.parse_args(argv)
 
 
@@ -317,11 +338,8 @@ COLUMNS = {
 
 def main() -> None:
     args = arguments()
-    sessions = traces.load(args.traces, longest=args.longest, pause=args.pause, split=args.split)
-    numbers: dict[str, Any] = {
-        "settings": {k: getattr(args, k) for k in ("split", "longest", "pause", "hours", "seeds", "host")}
-        | {"sessions": len(sessions), "endless": traces.endless_share(sessions), "simulated": True}
-    }
+    sessions, kept = load(args)
+    numbers: dict[str, Any] = {"settings": kept | {"host": args.host}}
     for fmt, order, queue, host in settings(args):
         name = ".".join((fmt, order, queue, *(["host"] if host else [])))
         for agents in map(int, args.agents.split(",")):
