@@ -1,11 +1,13 @@
 """Number of known open defects, which are tests marked `xfail`.
 
-    python -m bench.defects
+    python -m bench.defects [--quick]
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import Score, write_result
@@ -22,10 +24,16 @@ def known(folder: Path = ROOT / "tests") -> list[str]:
     return [f"{file.relative_to(folder.parent)}:{line}" for file in files for line in marked(file.read_text())]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="print the tests, no result file")
+    args = parser.parse_args(argv)
     defects = known()
-    unit = "tests marked as known defects"
-    write_result("defects", {"tests": defects}, scores={"defects.open": Score(len(defects), unit)})
+    for defect in defects:
+        print(defect)
+    if not args.quick:
+        unit = "tests marked as known defects"
+        write_result("defects", {"tests": defects}, scores={"defects.open": Score(len(defects), unit)})
 
 
 if __name__ == "__main__":
