@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,6 +128,7 @@ class Server:
         model: Path | str | None = None,
         env: dict[str, str] | None = None,
         port: int | None = None,
+        popen: Callable[..., subprocess.Popen] = subprocess.Popen,
     ):
         model = model or demo_model()
         if model is None:
@@ -136,10 +138,9 @@ class Server:
         self.args = list(args)
         self.any_port = port is None
         self._listen_at(port)
-        # The command line decides the platform, as for a user.
-        inherited = {k: v for k, v in os.environ.items() if k != "SGLANG_PLATFORM"}
-        self.env = {**inherited, **_quiet_environment(), **(env or {})}
+        self.env = environment(env)
         self.log = Path(tempfile.mkdtemp(prefix="kvc-server-")) / "server.log"
+        self.popen = popen
         self.process: subprocess.Popen | None = None
         self.guard: Guard | None = None
         self.started = 0  # log lines that `errors` skips
@@ -177,7 +178,7 @@ class Server:
     def _start(self) -> None:
         self.guard = Guard()
         with open(self.log, "w") as out:
-            self.process = subprocess.Popen(
+            self.process = self.popen(
                 self.command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -224,17 +225,22 @@ class Server:
         """End the server and all its child processes."""
         if self.process is None:
             return
-        for sig, wait in ((signal.SIGTERM, STOP_TIMEOUT), (signal.SIGKILL, STOP_TIMEOUT)):
+        if self.alive:
+            # Interrupted, the HTTP server ends its children, then itself. On SIGTERM it would wait for seconds.
+            os.kill(self.process.pid, signal.SIGINT)
+            self._wait()
+        for sig in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, sig)  # its session contains only the server
             except ProcessLookupError:
                 break
-            try:
-                self.process.wait(wait)
-            except subprocess.TimeoutExpired:
-                continue
+            self._wait()
         self.process = None
         self.guard.release()
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT)
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self._lines()[-lines:])
@@ -250,14 +256,19 @@ class Server:
         return [x for x in lines if any(b in x for b in bad) and "[http_server] Error" not in x]
 
 
-def _quiet_environment() -> dict[str, str]:
+def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """Environment of a server with the variables of `extra`."""
+    # The command line decides the platform, as for a user.
+    inherited = {k: v for k, v in os.environ.items() if k != "SGLANG_PLATFORM"}
     return {
+        **inherited,
         # One thread by default, because on a shared machine threads spin at barriers.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         # Otherwise every request to /health generates a token, and the cache never becomes idle.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "HF_HUB_OFFLINE": "1",
+        **(extra or {}),
     }
 
 
