@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from bench import common
 from bench.tiny import tiny_experts, tiny_model, tiny_qwen3, tiny_windowed
+from tests.support.preloaded import Preloaded
 
 BLOCK = 64
 STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
@@ -54,6 +56,10 @@ def rows_alike() -> bool:
 # 0.10 with k4v4.
 EXACT = 0.06
 FP32_HEAD = "--enable-fp32-lm-head"  # bf16 logits come in steps of 0.125 nat, too coarse to tell a tie
+
+# The output layer converts its weights to fp32 in every step. By default, malloc returns such a large tensor to the
+# system when it is freed, and its next pages fault one by one.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 # Options about experts, indexers and SGLang's own FP8 cache, which the demo model and the compressed cache lack, and
 # options that SGLang reads only together with another one.
@@ -152,6 +158,7 @@ class Servers:
 
     def __init__(self, models: Path):
         self.models = models
+        self.preloaded = None if STOCK or common.has_gpu() else Preloaded(common.environment(KEEP_MEMORY))
         self.name: str | None = None
         self.server: common.Server | None = None
 
@@ -159,7 +166,10 @@ class Servers:
         if name != self.name or not self.server.alive:  # a dead server is reported once, by the test that noticed it
             self.stop()
             args, env = _arguments(name, self.models)
-            server = common.Server(args, env=env, model=self._model(name))
+            # SGLang reads SGLANG_TEST_* when it is imported.
+            fresh = self.preloaded is None or any(name.startswith("SGLANG_TEST_") for name in env)
+            popen = subprocess.Popen if fresh else self.preloaded.popen
+            server = common.Server(args, env={**KEEP_MEMORY, **env}, model=self._model(name), popen=popen)
             server.start()
             self.name, self.server = name, server
         return self.server
@@ -188,6 +198,11 @@ class Servers:
             self.server.stop()
         self.name = self.server = None
 
+    def close(self) -> None:
+        self.stop()
+        if self.preloaded is not None:
+            self.preloaded.close()
+
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory):
@@ -195,7 +210,7 @@ def servers(tmp_path_factory):
         pytest.skip("the demo model is not there; make it with: python -m sglang_kvc.demo.model")
     pool = Servers(tmp_path_factory.mktemp("models"))
     yield pool
-    pool.stop()
+    pool.close()
 
 
 def _healthy(servers: Servers, name: str):
