@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,19 @@ from tests.support.preloaded import Preloaded
 
 BLOCK = 64
 STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
-# Enough for about 2,000 uncompressed tokens of the demo model, little enough that the tests trigger eviction.
-SMALL = "48MiB"
 ROWS = 8  # requests that run at once
-LEVEL = "k8v4"  # the level that the server "levels" offers in addition to k4v4
+LEVEL = "k8v4"  # the level that the server "small" offers in addition to k4v4
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
-    "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "mixed",
+    "packed", "small", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "mixed",
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
     "stored", "budgeted", "starved",
+}  # fmt: skip
+RANDOM = ("small", "ranks", "salted", "hosted", "stored", "starved", "unshared", "floor", "mixed")
+# Functions that write the models of servers; other servers have the demo model.
+TINY = {
+    **dict.fromkeys(RANDOM, tiny_model), "replicated": partial(tiny_model, kv_heads=1), "dp": tiny_qwen3,
+    "experts": tiny_experts, "windowed": tiny_windowed,
 }  # fmt: skip
 TWO_RANKS = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or a CPU")
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
@@ -79,13 +84,16 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     dp += ["--chunked-prefill-size", "256"]  # for both ranks together
     table = {
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
-        "levels": (
-            "k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL, "--enable-streaming-session"], "256MiB", {}
+        "small": (
+            "k4v4", [
+                *chunk, *PRIORITIES, "--kvc-levels", LEVEL, "--enable-streaming-session", "--context-length", "8192",
+            ],
+            "24MiB", {},
         ),
-        "exact": ("bf16", chunk, SMALL, retract),
-        "thinned": ("k8v4", chunk, "32MiB", {}),
+        "exact": ("bf16", chunk, "32MiB", retract),
+        "thinned": ("k8v4", ["--chunked-prefill-size", str(BLOCK), FP32_HEAD], "24MiB", {}),
         "budgeted": ("k4v4", [*chunk, "--kvc-one-shot", "8x", "--enable-streaming-session"], "256MiB", {}),
-        "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
+        "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "8MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", [*two, "--kvc-eviction", "reuse"], "2MiB", _ranks()),
         "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_ranks(), **_plugin("replicas_on_cpu")}),
@@ -114,12 +122,12 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
             "2MiB", {},
         ),
         "saver": ("k4v4", [*chunk, "--enable-memory-saver"], "512MiB", _plugin("saver_on_cpu")),
-        "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], SMALL, {}),
+        "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], "3MiB", {}),
         "experts": ("k4v4", [*chunk, "--enable-return-routed-experts"], "2MiB", {}),
         "compiled": ("k4v4", [*chunk, "--enable-torch-compile", "--torch-compile-max-bs", "2"], "256MiB", {}),
         "windowed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
         "unshared": (
-            "k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache", *WITHOUT_EFFECT], SMALL, {}
+            "k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache", *WITHOUT_EFFECT], "3MiB", {}
         ),
     }
     fmt, extra, memory, env = table[name]
@@ -127,7 +135,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     if common.has_gpu():
         extra = [*common.ON_GPU.split(), "--cuda-graph-max-bs-decode", str(ROWS), *extra]
     if STOCK:
-        tokens = "2048" if memory == SMALL else "11264"
+        tokens = "2048" if name in ("exact", "unshared") else "11264"
         return common.stock("--page-size", str(BLOCK), "--max-total-tokens", tokens, *extra), {
             **common.STRICT,
             **env,
@@ -153,6 +161,20 @@ def _ranks() -> dict[str, str]:
     return {"SGLANG_CPU_OMP_THREADS_BIND": bound, "SGLANG_NCCL_SO_PATH": "/nonexistent"}
 
 
+def write_byte_tokenizer(folder: Path) -> None:
+    """Replace the tokenizer of the demo model, which each of the three processes of a server loads for two seconds. Ids
+    above those of bytes have no text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    (folder / "chat_template.jinja").unlink()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(folder)
+
+
 class Servers:
     """`models` is a folder for models that are generated here."""
 
@@ -169,29 +191,20 @@ class Servers:
             # SGLang reads SGLANG_TEST_* when it is imported.
             fresh = self.preloaded is None or any(name.startswith("SGLANG_TEST_") for name in env)
             popen = subprocess.Popen if fresh else self.preloaded.popen
-            server = common.Server(args, env={**KEEP_MEMORY, **env}, model=self._model(name), popen=popen)
+            server = common.Server(args, env={**KEEP_MEMORY, **env}, model=self.model(name), popen=popen)
             server.start()
             self.name, self.server = name, server
         return self.server
 
-    def _model(self, name: str) -> Path | None:
-        if name in ("ranks", "salted", "hosted", "stored", "starved"):
-            folder = self.models / "tiny"
-            return folder if folder.exists() else tiny_model(folder)
-        if name == "dp":
-            folder = self.models / "qwen3"
-            return folder if folder.exists() else tiny_qwen3(folder)
-        if name == "experts":
-            folder = self.models / "experts"
-            return folder if folder.exists() else tiny_experts(folder)
-        if name == "replicated":
-            folder = self.models / "few_kv_heads"
-            return folder if folder.exists() else tiny_model(folder, kv_heads=1)
-        return self.windowed_model() if name == "windowed" else None
-
-    def windowed_model(self) -> Path:
-        folder = self.models / "windowed"
-        return folder if folder.exists() else tiny_windowed(folder)
+    def model(self, name: str) -> Path | None:
+        """Folder of the server's tiny model; None for the demo model."""
+        if (write := TINY.get(name)) is None:
+            return None
+        folder = self.models / ("tiny" if write is tiny_model else name)
+        if not folder.exists():
+            write(folder)
+            write_byte_tokenizer(folder)
+        return folder
 
     def stop(self) -> None:
         if self.server is not None:
@@ -231,8 +244,8 @@ def packed(servers):
 
 
 @pytest.fixture
-def levels(servers):
-    yield from _healthy(servers, "levels")
+def small(servers):
+    yield from _healthy(servers, "small")
 
 
 @pytest.fixture
@@ -366,10 +379,15 @@ def border(n: int) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(items):
-    """With `pytest -n` all tests of one server go to one worker (needs `--dist loadgroup`)."""
+    """Tests of one server follow each other. With `pytest -n` they go to one worker (needs `--dist loadgroup`)."""
     for item in items:
-        used = SERVERS & set(getattr(item, "fixturenames", ()))
-        if used:
-            item.add_marker(pytest.mark.xdist_group("server-" + min(used).removesuffix("_packed")))
+        if name := _server(item):
+            item.add_marker(pytest.mark.xdist_group("server-" + name))
             item.add_marker(pytest.mark.server)
             item.add_marker(pytest.mark.model)
+    items.sort(key=_server)
+
+
+def _server(item) -> str:
+    """The server that a test uses, or nothing."""
+    return min(SERVERS & set(getattr(item, "fixturenames", ())), default="")

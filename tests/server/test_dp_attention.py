@@ -19,7 +19,7 @@ pytestmark = [
 def test_answers_do_not_depend_on_other_rank(dp, rng):
     """Prompts arrive while others decode, so that ranks prefill, decode, idle and are padded to each other."""
     off_by = deviation(dp.model)
-    requests = [(tokens(rng, rng.randint(BLOCK + 2, 6 * BLOCK)), rng.randint(1, 60), i % 3 == 0) for i in range(16)]
+    requests = [(tokens(rng, rng.randint(BLOCK + 2, 6 * BLOCK)), rng.randint(1, 60), i % 3 == 0) for i in range(12)]
 
     def ask(prompt: list[int], n: int, packed: bool):
         sampling = None if packed else LOSSLESS

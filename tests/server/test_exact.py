@@ -62,10 +62,10 @@ def test_retracted_requests_give_same_answers(exact, tok):
 
 def test_answers_stay_right_under_eviction(exact, tok):
     """Requests need more memory than there is, twice; answers stay right, and running requests keep their blocks."""
-    batch = [prompts.cut(tok, prompts.prose(), 500, start=2000 * i) for i in range(6)]
+    batch = [prompts.cut(tok, prompts.prose(), 330, start=2000 * i) for i in range(5)]
     first = [exact.client.generate(p, 8, top=3) for p in batch]
     again = exact.client.generate_many(batch, 8, parallel=3, top=3)
-    assert sum(a.cached_tokens for a in again) < sum(a.prompt_tokens for a in again) - 6 * BLOCK, "all fitted"
+    assert sum(a.cached_tokens for a in again) < sum(a.prompt_tokens for a in again) - 5 * BLOCK, "all fitted"
     assert_same(first, again)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import prompts
 from bench.client import RequestRefused
-from bench.common import demo_model
 from bench.compare import match
 
 from .conftest import BLOCK, LOSSLESS, STOCK, border, tokens
@@ -19,8 +17,7 @@ pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has one format")
 def test_cold_prompts_are_demoted_and_still_hit(floor, rng):
     """A prompt is demoted by later ones, still hits all of its tokens, and gives nearly the same log-probabilities. A
     prompt that named its format gives exactly the same."""
-    client, tok = floor.client, prompts.tokenizer(demo_model())
-    batch = [prompts.cut(tok, prompts.prose(), 5 * BLOCK + 9, start=4000 * i) for i in range(2)]
+    client, batch = floor.client, [tokens(rng, 5 * BLOCK + 9) for _ in range(2)]
     before = []
     for prompt, sampling in zip(batch, ({}, NAMED)):
         client.generate(prompt, 2, sampling=sampling)

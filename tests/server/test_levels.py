@@ -6,9 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench import prompts
 from bench.client import RequestRefused
-from bench.common import demo_model
 from bench.compare import match
 
 from .conftest import BLOCK, DRIFT, LEVEL, LOSSLESS, STOCK, TIE, tokens
@@ -17,10 +15,9 @@ MINE = {"custom_params": {"kvc": LEVEL}}
 pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
 
 
-def test_levels_in_one_batch_answer_as_alone(levels):
+def test_levels_in_one_batch_answer_as_alone(small, rng):
     """Each request gets the answer that it gets alone."""
-    client, tok = levels.client, prompts.tokenizer(demo_model())
-    batch = [prompts.cut(tok, prompts.prose(), 150 + 40 * i, start=3000 * i) for i in range(3)]
+    client, batch = small.client, [tokens(rng, 150 + 40 * i) for i in range(3)]
     samplings = [{}, LOSSLESS, MINE]
     alone = []
     for ids, level in zip(batch, samplings):
@@ -39,9 +36,9 @@ def test_levels_in_one_batch_answer_as_alone(levels):
         assert other.cached_tokens == 0 and other.logprobs != before.logprobs
 
 
-def test_request_format_is_stored_and_hit(levels, rng):
+def test_request_format_is_stored_and_hit(small, rng):
     """Blocks of a request with another level are stored in that format and hit only at that level."""
-    client = levels.client
+    client = small.client
     prompt = tokens(rng, 4 * BLOCK + 7)
     cold = client.generate(prompt, 12, top=3, sampling=MINE)
     assert client.when_idle()["blocks_by_format"] == {"bf16": 0, "k4v4": 0, LEVEL: 4}
@@ -55,7 +52,7 @@ def test_request_format_is_stored_and_hit(levels, rng):
     assert client.when_idle()["blocks_by_format"] == {"bf16": 0, "k4v4": 4, LEVEL: 4}
 
 
-def test_offered_levels_are_named(levels, rng):
+def test_offered_levels_are_named(small, rng):
     with pytest.raises(RequestRefused, match=LEVEL) as refused:
-        levels.client.generate(tokens(rng, 20), 4, sampling={"custom_params": {"kvc": "k2v2"}})
+        small.client.generate(tokens(rng, 20), 4, sampling={"custom_params": {"kvc": "k2v2"}})
     assert refused.value.status == 400

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import math
 
-from bench import prompts
-from bench.common import demo_model
-
 from .conftest import BLOCK, STOCK, tokens
 from .test_packed_lifecycle import Stream
 
@@ -21,7 +18,7 @@ ANSWER = BLOCK + 8  # tokens: a block of the answer is packed while the prompt c
 
 def test_answer_continues_while_prompt_is_prefilled(mixed, rng):
     """The answer equals that of the prompt alone. Without mixing, SGLang would prefill all chunks first."""
-    prompt = prompts.cut(prompts.tokenizer(demo_model()), prompts.prose(), 70)
+    prompt = tokens(rng, 70)
     alone = mixed.client.generate(prompt, ANSWER, top=5)
     mixed.client.flush()
     stream = Stream(mixed, prompt, ANSWER).wait()

@@ -119,7 +119,7 @@ def test_invalid_budget_is_refused(packed, rng, wrong):
 
 def test_prompt_that_does_not_fit_uncompressed_is_answered(thinned):
     """Memory holds half of the uncompressed prompt. The needle lies in a segment that is only partly kept."""
-    client, prompt = thinned.client, needle_prompt(2500, prompts.prose())
+    client, prompt = thinned.client, needle_prompt(1750, prompts.prose())
     before = client.when_idle()
     assert len(prompt) > 2 * client.server_info()["max_total_num_tokens"]
     answer = client.generate(prompt, 24, ignore_eos=False, sampling=level("one-shot:16x"))
@@ -134,7 +134,7 @@ def test_longest_prompts_are_served_alongside_others(thinned, rng):
     client = thinned.client
     limits = client.server_info()["internal_states"][0]["kvc"]["longest_prompt"]
     uncompressed = client.server_info()["max_total_num_tokens"]
-    assert limits["one-shot:16x"] > 4 * uncompressed > limits["default"] > 1.5 * uncompressed
+    assert limits["one-shot:16x"] > limits["default"] > 2 * uncompressed
     long = tokens(rng, limits["one-shot:16x"] - 70)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(client.generate, long, 70, sampling=level("one-shot:16x"))

@@ -13,16 +13,16 @@ from .conftest import BLOCK, EXACT, LEVEL, LOSSLESS, STOCK, border, tokens
 pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
 
 
-def test_lossless_blocks_are_kept_and_shared_only_with_lossless(packed, rng):
+def test_lossless_blocks_are_kept_and_shared_only_with_lossless(small, rng):
     prompt = tokens(rng, 4 * BLOCK + 7)
-    first = packed.client.generate(prompt, 2 * BLOCK, sampling=LOSSLESS)
-    stats = packed.client.when_idle()
+    first = small.client.generate(prompt, 2 * BLOCK, sampling=LOSSLESS)
+    stats = small.client.when_idle()
     assert stats["packed_tokens"] == 0 and stats["tokens"] == 6 * BLOCK
-    again = packed.client.generate(prompt, 4, sampling=LOSSLESS)
+    again = small.client.generate(prompt, 4, sampling=LOSSLESS)
     assert again.cached_tokens == border(len(prompt) - 1)
     assert again.ids == first.ids[:4]
-    assert packed.client.generate(prompt, 4).cached_tokens == 0
-    assert packed.client.when_idle()["packed_tokens"] == 4 * BLOCK
+    assert small.client.generate(prompt, 4).cached_tokens == 0
+    assert small.client.when_idle()["packed_tokens"] == 4 * BLOCK
 
 
 def test_lossless_logprobs_match_transformers(packed, off_by):

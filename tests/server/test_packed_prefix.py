@@ -25,42 +25,42 @@ def tok(servers):
 
 
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 66, 128, 129, 130, 192, 193, 257, 400])
-def test_repeated_prompt_hits_up_to_last_block_border(packed, rng, n):
+def test_repeated_prompt_hits_up_to_last_block_border(small, rng, n):
     """At least one token is always computed, because its logits are needed."""
     prompt = tokens(rng, n)
-    assert packed.client.generate(prompt, 2).cached_tokens == 0
-    assert packed.client.generate(prompt, 2).cached_tokens == border(n - 1)
+    assert small.client.generate(prompt, 2).cached_tokens == 0
+    assert small.client.generate(prompt, 2).cached_tokens == border(n - 1)
 
 
 @pytest.mark.parametrize(
     ("prompt_len", "answer_len"), [(60, 6), (64, 64), (100, 30), (130, 62), (130, 63), (190, 70)]
 )
-def test_answers_are_cached_too(packed, rng, prompt_len, answer_len):
+def test_answers_are_cached_too(small, rng, prompt_len, answer_len):
     """The last token of an answer was never fed back, so its K and V do not exist."""
     prompt = tokens(rng, prompt_len)
-    answer = packed.client.generate(prompt, answer_len)
+    answer = small.client.generate(prompt, answer_len)
     follow_up = prompt + answer.ids + tokens(rng, 3 * BLOCK)
-    assert packed.client.generate(follow_up, 2).cached_tokens == border(prompt_len + answer_len - 1)
+    assert small.client.generate(follow_up, 2).cached_tokens == border(prompt_len + answer_len - 1)
 
 
 @pytest.mark.parametrize("common", [64, 100, 191, 192])
-def test_branches_hit_up_to_their_fork(packed, rng, common):
+def test_branches_hit_up_to_their_fork(small, rng, common):
     """A request that shares a part of a cached prompt hits that part, however the tree splits it into nodes."""
     trunk = tokens(rng, common)
     first = trunk + tokens(rng, 260)
-    assert packed.client.generate(first, 2).cached_tokens == 0
+    assert small.client.generate(first, 2).cached_tokens == 0
     for cut in (common, common + 70, common + 150):
         branch = first[:cut] + tokens(rng, 100)
-        assert packed.client.generate(branch, 2).cached_tokens == border(cut)
-    assert packed.client.generate(first, 2).cached_tokens == border(len(first) - 1)
+        assert small.client.generate(branch, 2).cached_tokens == border(cut)
+    assert small.client.generate(first, 2).cached_tokens == border(len(first) - 1)
 
 
-def test_each_turn_hits_all_earlier_turns(packed, rng):
+def test_each_turn_hits_all_earlier_turns(small, rng):
     """In a dialogue of four turns of more than four blocks each, every turn hits all earlier turns."""
     history = tokens(rng, 5 * BLOCK + 17)
     expected = 0
     for _ in range(4):
-        answer = packed.client.generate(history, 20)
+        answer = small.client.generate(history, 20)
         assert answer.cached_tokens == expected
         history = history + answer.ids
         expected = border(len(history) - 1)
@@ -68,20 +68,20 @@ def test_each_turn_hits_all_earlier_turns(packed, rng):
     assert expected > 16 * BLOCK
 
 
-def test_requests_of_one_batch_share_prefix(packed, rng):
+def test_requests_of_one_batch_share_prefix(small, rng):
     trunk = tokens(rng, 4 * BLOCK)
-    packed.client.generate(trunk + tokens(rng, 10), 2)
-    answers = packed.client.generate_many([trunk + tokens(rng, 40) for _ in range(6)], 12, parallel=6)
+    small.client.generate(trunk + tokens(rng, 10), 2)
+    answers = small.client.generate_many([trunk + tokens(rng, 40) for _ in range(6)], 12, parallel=6)
     assert [a.cached_tokens for a in answers] == [4 * BLOCK] * 6
 
 
-def test_namespaces_do_not_share(packed, rng):
+def test_namespaces_do_not_share(small, rng):
     """`extra_key` separates LoRA adapters and tenants."""
     prompt = tokens(rng, 3 * BLOCK + 9)
 
     def hit(key):
         options = {} if key is None else {"extra_key": key}
-        return packed.client.generate(prompt, 2, **options).cached_tokens
+        return small.client.generate(prompt, 2, **options).cached_tokens
 
     assert [hit(None), hit("a"), hit("b")] == [0, 0, 0]
     assert [hit(None), hit("a"), hit("b")] == [3 * BLOCK] * 3
@@ -112,31 +112,31 @@ def _cached(server, messages, salt) -> int:
     return sum(v for v in counts.values() if isinstance(v, int))
 
 
-def test_flush_forgets_everything(packed, rng):
+def test_flush_forgets_everything(small, rng):
     prompt = tokens(rng, 3 * BLOCK)
-    packed.client.generate(prompt, 4)
-    packed.client.flush()
-    assert packed.client.generate(prompt, 4).cached_tokens == 0
+    small.client.generate(prompt, 4)
+    small.client.flush()
+    assert small.client.generate(prompt, 4).cached_tokens == 0
 
 
 @pytest.mark.skipif(STOCK, reason="stock SGLang does not tell its pages")
-def test_flush_returns_all_memory(packed, rng):
-    start = packed.client.when_idle()
+def test_flush_returns_all_memory(small, rng):
+    start = small.client.when_idle()
     assert start["tokens"] == 0
-    packed.client.generate_many([tokens(rng, 100 + 31 * i) for i in range(4)], 20)
-    full = packed.client.when_idle()
+    small.client.generate_many([tokens(rng, 100 + 31 * i) for i in range(4)], 20)
+    full = small.client.when_idle()
     assert full["pages_free"] < start["pages_free"]
     assert full["packed_tokens"] > 0 and full["tokens"] >= full["packed_tokens"]
-    packed.client.flush()
-    end = packed.client.when_idle()
+    small.client.flush()
+    end = small.client.when_idle()
     assert (end["pages_free"], end["tokens"], end["bytes"]) == (start["pages_free"], 0, start["bytes"])
 
 
 @pytest.mark.skipif(STOCK, reason="stock SGLang keeps everything in bf16")
-def test_blocks_are_packed_to_format_size(packed, rng):
+def test_blocks_are_packed_to_format_size(small, rng):
     """After the answer only an unfinished block stays uncompressed, and the bytes are those of the format."""
-    packed.client.generate(tokens(rng, 10 * BLOCK), 2)
-    stats = packed.client.when_idle()
+    small.client.generate(tokens(rng, 10 * BLOCK), 2)
+    stats = small.client.when_idle()
     assert stats["packed_tokens"] == 10 * BLOCK
     assert stats["tokens"] == stats["packed_tokens"]
     assert stats["ratio_body"] > 3.0

@@ -25,10 +25,10 @@ from .conftest import BLOCK, LOSSLESS, STOCK, tokens
 
 pytestmark = pytest.mark.skipif(STOCK, reason="about the tiers of the compressed cache")
 
-REQUESTS = 2000 if common.has_gpu() else 240
+REQUESTS = 2000 if common.has_gpu() else 160
 # Concurrent clients; rounds, each of which ends with empty tiers; most rounds until all expected events have occurred,
 # since some depend on timing.
-CLIENTS, ROUNDS, MOST_ROUNDS = 10, 3, 12
+CLIENTS, ROUNDS, MOST_ROUNDS = 10, 2, 12
 TIMEOUT = 120  # seconds that no request may take
 DEFAULT, NAMED = {}, {"kvc": "k4v4"}
 ONE_SHOT = {"kvc": "one-shot:8x"}

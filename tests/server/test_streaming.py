@@ -26,9 +26,9 @@ class Chat:
         assert self.client.post("/close_session", {"session_id": self.id}).status_code == 200
 
 
-def test_turns_continue_conversation(levels, rng):
+def test_turns_continue_conversation(small, rng):
     """Each turn is answered like the whole conversation, and recomputes none of its full blocks."""
-    chat, history, turns = Chat(levels), [], []
+    chat, history, turns = Chat(small), [], []
     for n, answer in ((2 * BLOCK + 9, BLOCK), (5, 1), (BLOCK, BLOCK + 3), (1, 20)):
         new = tokens(rng, n)
         got = chat.turn(new, answer)
@@ -39,25 +39,25 @@ def test_turns_continue_conversation(levels, rng):
         history = history + new + got.ids
     chat.close()
     if not STOCK:  # answers do not depend on the cache
-        levels.client.flush()
+        small.client.flush()
         for prompt, ids in turns:
-            assert levels.client.generate(prompt, len(ids)).ids == ids
+            assert small.client.generate(prompt, len(ids)).ids == ids
 
 
-def test_turn_that_stops_early(levels, rng):
+def test_turn_that_stops_early(small, rng):
     answer: list[int] = []
     while len(set(answer)) < 2:  # two different tokens, the second of which ends the turn
         prompt = tokens(rng, BLOCK)
-        answer = levels.client.generate(prompt, 12).ids
-    chat, stop = Chat(levels), next(t for t in answer if t != answer[0])
+        answer = small.client.generate(prompt, 12).ids
+    chat, stop = Chat(small), next(t for t in answer if t != answer[0])
     first = chat.turn(prompt, 12, ignore_eos=False, sampling={"stop_token_ids": [stop]})
     assert first.ids == answer[: answer.index(stop) + 1]
     assert chat.turn([5, 6], 4).meta["prompt_tokens"] == BLOCK + len(first.ids) + 2
     chat.close()
 
 
-def test_refused_or_aborted_turn_leaves_session_usable(levels, rng):
-    chat, client = Chat(levels), levels.client
+def test_refused_or_aborted_turn_leaves_session_usable(small, rng):
+    chat, client = Chat(small), small.client
     first = chat.turn(tokens(rng, BLOCK + 3), 8)
     so_far = BLOCK + 3 + 8
     with pytest.raises(RequestRefused):
@@ -86,8 +86,8 @@ def test_refused_or_aborted_turn_leaves_session_usable(levels, rng):
         chat.turn([9], 2)
 
 
-def test_concurrent_sessions(levels, rng):
-    chats = [Chat(levels) for _ in range(6)]
+def test_concurrent_sessions(small, rng):
+    chats = [Chat(small) for _ in range(6)]
     lengths = [0] * len(chats)
     for _ in range(3):
         new = [tokens(rng, rng.randint(1, 2 * BLOCK)) for _ in chats]

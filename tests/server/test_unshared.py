@@ -50,7 +50,7 @@ def test_waiting_prompt_is_admitted_after_earlier_ones_are_packed(unshared, rng)
     length = 42 * unshared.client.server_info()["max_total_num_tokens"] // 100
     prompts = [tokens(rng, length) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        runs = list(pool.map(lambda prompt: arrivals(unshared, prompt, 40), prompts))
+        runs = list(pool.map(lambda prompt: arrivals(unshared, prompt, 2 * BLOCK), prompts))
     last_in, first_out = max(times[0] for times in runs), min(times[-1] for times in runs)
     assert last_in < first_out
 

@@ -23,7 +23,7 @@ def reference(servers):
     """Log-probabilities of the tokens ids[start:], by transformers; `window` overrides the model's."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(servers.windowed_model(), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(servers.model("windowed"), dtype=torch.bfloat16)
     model.set_attn_implementation("eager")
 
     def logprobs(ids, start, window=WINDOW):
