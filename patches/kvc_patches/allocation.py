@@ -21,7 +21,7 @@ def around_alloc_for_extend(orig, batch):
     for req, length in zip(batch.reqs, lengths):
         if getattr(req, "kvc", None) is None:
             req.kvc = _new_sequence(runtime, tree, req)
-        req.kvc.prompt = length
+        req.kvc.prompt, req.kvc.whole_prompt = length, len(req.full_untruncated_fill_ids)
     runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     with allocator.for_sequences([req.kvc for req in batch.reqs], lengths):
         out = orig(batch)

@@ -106,6 +106,7 @@ class KvcAttnBackend(AttentionBackend):
             seq_lens = seq_lens - self.runtime.page_ops.gaps.close_up(row_blocks, fb.req_pool_indices) * p
             lens = [n - gap * p for n, gap in zip(lens, gaps)]
         prefix = [n - e for n, e in zip(lens, extend)]
+        prompts = [n if seq is None else seq.whole_prompt - seq.gap * p for seq, n in zip(seqs, lens)]
         fake_quant_format = self.runtime.fake_quant_format(seqs)
         waiting = []
         if any(fake_quant_format):
@@ -115,7 +116,7 @@ class KvcAttnBackend(AttentionBackend):
         return Snapshot(
             row_blocks, seq_lens, *write, lens, prefix, extend,
             fake_quant_format or None, waiting if any(waiting) else None, not any(gaps),
-            self._last_queries(seqs, extend),
+            self._last_queries(seqs, extend), prompts,
         )  # fmt: skip
 
     def _last_queries(self, seqs, extend: list[int]) -> list[tuple[slice, ops.LastQueries]]:

@@ -33,6 +33,8 @@ class Blocks:
       compacted only at 0, so of several sharers the one with the latest window decides.
     * `generation[b]`: rises at every free, so that a late page count is not taken for one of the block's next owner.
     * `start[b]`: position in the sequence of the block's first token.
+    * `unread[b]`: no query that counts for the policy's attention scores reads block b, up to the forward allocated
+      last, so it cannot be planned.
     * `num_tokens[b]`: tokens written or about to be. The tokens of a one-shot prompt are divided among its remaining
       blocks.
 
@@ -48,12 +50,15 @@ class Blocks:
         self.generation = np.zeros(num_blocks, dtype=np.int32)
         self.start = np.zeros(num_blocks, dtype=np.int64)
         self.num_tokens = np.zeros(num_blocks, dtype=np.int32)
+        self.unread = np.zeros(num_blocks, dtype=bool)
         self.sequences = SequenceTable()
         self.reset()
 
     def reset(self) -> None:
         self.generation += 1
-        for record in (self.state, self.format_id, self.ref_count, self.window_count, self.start, self.num_tokens):
+        for record in (
+            self.state, self.format_id, self.ref_count, self.window_count, self.start, self.num_tokens, self.unread
+        ):  # fmt: skip
             record[:] = 0
         self._free = deque(b for b in range(self.num_blocks) if b != SCRATCH_BLOCK)
 
@@ -78,6 +83,7 @@ class Blocks:
         blocks = np.array(ids, dtype=np.int64)
         self.state[blocks] = State.OPEN
         self.format_id[blocks] = 0
+        self.unread[blocks] = False
         self.start[blocks] = starts
         return ids
 

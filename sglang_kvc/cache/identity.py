@@ -46,6 +46,8 @@ def identity(runtime: Runtime) -> bytes:
         "settings": [_settings(runtime.config), _settings(runtime.policy)],
         "calibration": runtime.calibration_digest,
     }
+    if runtime.policy.counts_last_queries:
+        parts["queries"] = "of the prompt"  # earlier servers counted the last ones of every chunk
     return hashlib.blake2b(canonical(parts).encode(), digest_size=32).digest()
 
 

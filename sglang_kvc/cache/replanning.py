@@ -111,11 +111,11 @@ class Replanning:
         return sum(self._queue(ids, source, 1, length) for source in sources)
 
     def _queue(self, ids: list[int] | np.ndarray, from_format: int, users: int | None, length: int | np.ndarray) -> int:
-        """Queue plans for those of `ids` that are packed at `from_format`, lie in no window and are used by `users`
+        """Queue plans for those of `ids` that are packed at `from_format`, read, in no window and used by `users`
         sequences (None: by any number); returns how many."""
         ids, blocks = np.asarray(ids, dtype=np.int64), self.runtime.blocks
         due = (blocks.state[ids] == State.PACKED) & (blocks.format_id[ids] == from_format)
-        due &= blocks.window_count[ids] == 0
+        due &= (blocks.window_count[ids] == 0) & ~blocks.unread[ids]
         if users is not None:
             due &= blocks.ref_count[ids] == users
         lengths = (np.zeros_like(ids) + length)[due]

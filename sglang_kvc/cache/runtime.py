@@ -142,8 +142,21 @@ class Runtime:
             if new:
                 seq.extend(ids[at : at + len(new)])
                 at += len(new)
+            self._note_reads(seq, len(new), n)
             seq.fill(n)
         return True
+
+    def _note_reads(self, seq: Sequence, new: int, length: int) -> None:
+        """Record which blocks the counted queries of a prefill of `seq` to `length` tokens read. The last `new` blocks
+        are new."""
+        if not self.policy.counts_last_queries:
+            return
+        sampling = self.policy.score_sampling
+        counted = sampling.counted(length, length - seq.length, seq.whole_prompt)
+        if length // sampling.stride > (length - counted) // sampling.stride:
+            self.blocks.unread[seq.blocks] = False
+        elif new and length < seq.whole_prompt:
+            self.blocks.unread[seq.blocks[-new:]] = True
 
     def grow_by_one(self, seqs: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
         """Take the blocks that `seqs` need for one more token, all or none. lengths: int64 `[n]`, including that token.
@@ -218,7 +231,7 @@ class Runtime:
 
     def queue_due(self, ids: list[int] | np.ndarray, format_id: int = 1, length: int | np.ndarray = 0) -> int:
         """Queue the full blocks among `ids` that are open and in no window, to be packed at `format_id`; returns how
-        many.
+        many. Unread ones keep all their tokens.
 
         `length` is N of the sequence, or of each block's, while it decodes, 0 in the prompt phase.
         """
@@ -228,7 +241,10 @@ class Runtime:
         due = (self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)
         if not isinstance(length, np.ndarray):
             length = np.full(len(array), length)
-        return self.queue_move(array[due], from_format=0, to_format=format_id, lengths=length[due])
+        unread, moved = self.blocks.unread[array], 0
+        for part, to_format in ((due & ~unread, format_id), (due & unread, self.policy.unplanned_format)):
+            moved += self.queue_move(array[part], from_format=0, to_format=to_format, lengths=length[part])
+        return moved
 
     def cut(self, seq: Sequence, length: int) -> None:
         """Drop all tokens of `seq` after the first `length`; their blocks must be private."""

@@ -33,9 +33,10 @@ class Sequence:
     window: tokens of the recent window.
     blocks: block ids.
     window_start: index of the first block that lies in the window or is not full. While a prompt whose blocks are
-        planned at its end is incomplete, that is the prompt's first new block.
+        planned at its end is incomplete, that is the prompt's first new block, or an unread one before it.
     format_id: format of the blocks before the window, from the request's quality. 0: blocks are never compacted.
     prompt: tokens prefilled.
+    whole_prompt: tokens of the whole prompt, of which a chunked prefill has written `prompt`.
     packed: blocks from `window_start` on that are packed: the request found them so in the tree, or `hold` returned
         them. The state of a block in the window of another sequence does not change.
     one_shot: the record of a request with a budget for its whole prompt, which shares no block. `blocks` names the
@@ -51,6 +52,7 @@ class Sequence:
     window_start: int = 0
     format_id: int = 1
     prompt: int = 0
+    whole_prompt: int = 0
     packed: int = 0
     one_shot: OneShotPrompt | None = None
 
@@ -63,7 +65,8 @@ class Sequence:
         seq = cls(records, block_tokens, window, row, blocks, shared=len(blocks), format_id=format_id)
         records.sequences.length[row] = length
         records.sequences.room[row] = len(blocks) * block_tokens
-        seq._start_window(min(len(blocks), max(0, length - window) // block_tokens))
+        unread = np.flatnonzero(records.unread[prefix_blocks])[:1].tolist()  # this prompt's queries will read them
+        seq._start_window(min([len(blocks), max(0, length - window) // block_tokens, *unread]))
         records.ref_count[prefix_blocks] += 1
         records.window_count[prefix_blocks[seq.window_start :]] += 1
         seq.packed = records.count_packed(seq.blocks[seq.window_start :])

@@ -30,7 +30,8 @@ class Snapshot:
     server's format.
     `waiting_cpu[B]`: indices of the full blocks of each prefix that are still uncompressed; None if no prefix has any.
     `whole`: packed blocks hold P tokens each, unless the policy drops some. `last_queries`: query rows that one-shot
-    prompts store, and their destination.
+    prompts store, and their destination. `prompt_lens_cpu[B]`: tokens of each whole prompt, of which this forward may
+    run a chunk; None if all prompts end here.
 
     `row_blocks` and the lengths do not include the gaps of one-shot prompts.
     """
@@ -46,6 +47,7 @@ class Snapshot:
     waiting_cpu: list[list[int]] | None = None
     whole: bool = True
     last_queries: Sequence[tuple[slice, ops.LastQueries]] = ()
+    prompt_lens_cpu: list[int] | None = None
 
 
 class Attention:
@@ -129,7 +131,7 @@ class Attention:
         for extender in self.extenders.values():
             extender.plan(rows, *lens, snap.waiting_cpu, snap.fake_quant_format, snap.whole)
         if self.scores is not None:
-            self.scores.plan(rows, *lens)
+            self.scores.plan(rows, *lens, snap.prompt_lens_cpu)
 
     def decode(
         self,
@@ -178,5 +180,9 @@ class Attention:
 
     def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
         """Add this forward's queries to the query count of every block before them; `new[B]`: new tokens of each
-        request, None in a decode step."""
+        request, None in a decode step. Does not wait for a GPU."""
+        if new is not None and self.sampling.window is not None:
+            ends = snap.seq_lens_cpu
+            counted = map(self.sampling.counted, ends, snap.extend_lens_cpu, snap.prompt_lens_cpu or ends)
+            new = self.store.upload(torch.tensor(list(counted), dtype=torch.int32))
         ops.count_queries(self.store, snap.row_blocks, snap.seq_lens, new, self.sampling)

@@ -125,6 +125,12 @@ class Policy:
         return self.score_sampling is not None
 
     @property
+    def counts_last_queries(self) -> bool:
+        """Whether only the last queries of a prompt count for attention scores, so that blocks of a prompt that is
+        aborted before them have none. Otherwise the query of a block's last token always counts."""
+        return self.score_sampling is not None and self.score_sampling.window is not None
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Tensors that the calibration file must hold."""
         return ()

@@ -63,15 +63,15 @@ def backend_of(store, gaps, slots, seqs):
 def test_mixed_decode_step_skips_gaps(packed):
     store, rows, lens, gaps, slots = packed
     true = torch.tensor([int(lens[1]), int(lens[0]) + 2 * P])
-    one_shot = SimpleNamespace(one_shot=SimpleNamespace(queries=None), decoding=True, gap=2)
-    default = SimpleNamespace(one_shot=None, decoding=False, gap=0, open_blocks=lambda n: [])
+    one_shot = SimpleNamespace(one_shot=SimpleNamespace(queries=None), decoding=True, gap=2, whole_prompt=7)
+    default = SimpleNamespace(one_shot=None, decoding=False, gap=0, whole_prompt=500, open_blocks=lambda n: [])
     batch = SimpleNamespace(
         seq_lens_cpu=true, seq_lens=true, req_pool_indices=torch.tensor([1, 3]), extend_seq_lens_cpu=[4, 1],
         out_cache_loc=torch.cat((6 * P + torch.arange(int(true[0]) - 4, int(true[0])) % P, 5 * P + true[1:] % P - 1)),
         rids=["a", "b"],
     )  # fmt: skip
     snap = backend_of(store, gaps, slots, [default, one_shot])._extend_snapshot(batch)
-    assert not snap.whole and snap.last_queries == []
+    assert not snap.whole and snap.last_queries == [] and snap.prompt_lens_cpu == [500, 7 - 2 * P]
     assert snap.seq_lens.tolist() == snap.seq_lens_cpu == [int(lens[1]), int(lens[0])]
     planned = attention(store)
     planned.plan_extend(snap)

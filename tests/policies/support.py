@@ -101,8 +101,8 @@ class World:
             else:
                 ops.extend_attention(self.store, layer, self.q[layer, at], self.row[None], [prefix], [new], **kw)
         if sampling is not None:
-            extend_lens = None if new == 1 else torch.tensor([new])
-            ops.count_queries(self.store, self.row[None], torch.tensor([prefix + new]), extend_lens, sampling)
+            counted = None if new == 1 else torch.tensor([min(new, sampling.window or new)])
+            ops.count_queries(self.store, self.row[None], torch.tensor([prefix + new]), counted, sampling)
 
     def evidence(self, blocks=(0, 1, 2), lengths: int = 0) -> Evidence:
         blocks = torch.tensor(blocks)

@@ -19,7 +19,8 @@ from tests.kernels.common.test_attention_reference import dense, reference, requ
 @pytest.mark.parametrize("reduce", ["max", "sum", "squares", "worst"])
 @pytest.mark.parametrize("window", [None, 7])
 def test_scores_match_attention_matrix(window, reduce, power, skip):
-    """Covers a prefill in two chunks and two decode steps, with the first block packed in between."""
+    """Covers a prefill in three chunks and two decode steps, with the first block packed in between. The window of 7
+    queries begins in the second chunk."""
     check(ops.ScoreSampling(window, reduce, power, skip, decode_stride=1))
 
 
@@ -31,11 +32,11 @@ def test_strided_queries_match_attention_matrix(window, stride, decode_stride, r
 
 def check(sampling):
     store, row, _ = request("k4v4", has_scores=True, length=170, packed=0)
-    window = sampling.window
+    window, prompt = sampling.window, 168
     num_queries = np.zeros((3, 64))
     want = np.zeros((2, 170))
-    for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
-        if step == 2:
+    for step, (prefix, new) in enumerate(((0, 100), (100, 64), (164, 4), (168, 1), (169, 1))):
+        if step == 3:
             ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_format=0)
         end = prefix + new
         k, v, stored = dense(store, row, 170)
@@ -45,11 +46,12 @@ def check(sampling):
         if new == 1:
             ops.decode_attention(store, 0, q, row[None], torch.tensor([end]), **kw)
         else:
-            ops.extend_attention(store, 0, q, row[None], [prefix], [new], **kw)
+            ops.extend_attention(store, 0, q, row[None], [prefix], [new], prompt_lens=[prompt], **kw)
         worst = sampling.reduce == "worst"
         scores = np.zeros((6, 170))
         step = sampling.decode_stride if new == 1 else sampling.stride
-        for i in range(prefix if window is None else max(prefix, end - window), end):
+        counted = range(prefix if window is None else min(end, max(prefix, prompt - window)), end)
+        for i in counted:
             if (i + 1) % step:
                 continue
             for j in range(i - max(1, sampling.skip) + 1):
@@ -61,7 +63,8 @@ def check(sampling):
             group = scores[3 * h : 3 * h + 3]
             rule = {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0), "worst": group.max(0)}
             want[h] = np.maximum(want[h], group.max(0)) if worst else want[h] + step * rule[sampling.reduce]
-        ops.count_queries(store, row[None], torch.tensor([end]), torch.tensor([new]) if new > 1 else None, sampling)
+        counts = torch.tensor([len(counted)]) if new > 1 else None
+        ops.count_queries(store, row[None], torch.tensor([end]), counts, sampling)
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-3, atol=1e-6)
     if worst:

@@ -67,6 +67,7 @@ class Overlap(ModelFreeScheduler):
         **tree
     ):  # fmt: skip
         self.runtime, self.seen, self.late, self.context = runtime, Counter(), 0, context
+        self.read = np.full(runtime.blocks.num_blocks, -1)  # generation of each block when a counted query read it
         runtime.page_ops._compact = self._compact  # counts
         runtime.page_ops._pack_prompt = self._pack_prompt
         runtime.page_ops._thin = self._thin
@@ -201,6 +202,7 @@ class Overlap(ModelFreeScheduler):
         numbers = [self._computed(req, *span) for req, span in zip(batch.reqs, spans)]
         record.write(self.runtime.store, self.req_to_token_pool.req_to_token, batch.reqs, spans, numbers)
         self._observe(batch.reqs, numbers)
+        self._note_reads(batch.reqs, spans)
         if checks:
             check_reads(self, batch.reqs)
         places = [end - len(req.origin_input_ids) for req, (_, end) in zip(batch.reqs, spans)]
@@ -222,7 +224,19 @@ class Overlap(ModelFreeScheduler):
             self.seen["hits"] += begins
             self.seen["hits after a retraction"] += begins and req.retraction_count > 0
 
+    def _note_reads(self, reqs: list[Req], spans: list[tuple[int, int]]) -> None:
+        """Record the blocks that queries read which count for attention scores."""
+        sampling = self.runtime.policy.score_sampling
+        window = (sampling and sampling.window) or self.context
+        for req, (_, end) in zip(reqs, spans):
+            if req.kvc.decoding or end > len(req.full_untruncated_fill_ids) - window:
+                self.read[req.kvc.blocks] = self.runtime.blocks.generation[req.kvc.blocks]
+
     def _compact(self, op, step: int) -> list:
+        policy = self.runtime.policy
+        if policy.collects_scores and op.from_format != op.to_format != policy.unplanned_format:
+            assert (self.read[op.blocks] == op.generations).all(), "a block is planned without scores"
+        self.seen["unread"] += int(self.runtime.blocks.unread[op.blocks].sum()) if op.from_format == 0 else 0
         kind = "packed" if not op.from_format else "planned again" if op.from_format == op.to_format else "demoted"
         if (op.from_format, op.to_format) in self.runtime.policy.moves and op.from_format != op.to_format:
             kind = "competed" if len(op.groups) else "planned late"

@@ -23,6 +23,8 @@ POLICIES = [
     {"policy": "prune", "high": "k4v4", "scorer": "h2o", "keep": 0.4, "window": 0},
     {"policy": "prune", "high": "k4v4", "low": "k2v2", "scorer": "h2o", "keep": 0.4, "window": 0},
     {"policy": "prune", "high": "k4v4", "scorer": "kv-compress", "keep": 0.4, "window": 0, "lag": P},
+    {"policy": "prune", "high": "k4v4", "scorer": "snapkv", "keep": 0.4, "window": 0},
+    {**LEANKV, "observe": ops.ScoreSampling(64), "window": P},
 ]
 PROMPT = list(range(1, 9 * P + 6))
 CHUNK = 2 * P
@@ -117,7 +119,9 @@ def test_blocks_do_not_depend_on_other_requests():
 @pytest.mark.parametrize("options", POLICIES)
 @pytest.mark.parametrize("shared", [False, True])
 def test_blocks_of_an_aborted_prompt_are_planned(options, shared):
-    """By then no prompt holds them any more; a request that uses them sees them planned, with a lag at its end."""
+    """By then no prompt holds them any more; a request that uses them sees them planned, with a lag at its end. If only
+    a prompt's last queries count, none has read the blocks of an aborted prompt. A plan without scores would keep
+    arbitrary tokens, or none, so the blocks keep all tokens until a complete prompt has read them."""
     server = WithScores(blocks=60, **options)
     runtime, checkpoint, other = server.runtime, server.tree.checkpoint, []
 
@@ -142,7 +146,17 @@ def test_blocks_of_an_aborted_prompt_are_planned(options, shared):
     if shared and runtime.config.lag:
         server.finish(other.pop())
     server.check()
-    assert (runtime.blocks.state[blocks] == State.PACKED).all() and (runtime.blocks.format_id[blocks] == 1).all()
+    packed = runtime.blocks.format_id[blocks].tolist()
+    assert (runtime.blocks.state[blocks] == State.PACKED).all()
+    if runtime.policy.score_sampling.window is None or shared:
+        assert packed == [1] * len(blocks)
+        return
+    assert packed == [runtime.policy.unplanned_format] * len(blocks)
+    held = server.admit(PROMPT, CHUNK)
+    assert held.kvc.blocks[: len(blocks)] == blocks
+    server.finish(held)
+    server.check()
+    assert runtime.blocks.format_id[blocks].tolist() == [1] * len(blocks)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from sglang_kvc.adapter.model_identity import OPTIONS, adapter_digest, model_tex
 from sglang_kvc.cache.identity import NO_EFFECT, canonical, identity
 from sglang_kvc.cache.one_shot import Budget as PromptBudget
 from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.policies import Prune
 from sglang_kvc.policies.allocation import Uniform
 from sglang_kvc.policies.budget import Budget
 from sglang_kvc.policies.scorers.expected_attention import ExpectedAttention
@@ -208,6 +209,15 @@ def test_identity_is_that_of_earlier_servers(options, digest):
     """If a digest changes, no server finds blocks that an earlier one stored. Where that is intended, the changelog
     says so. VERSION rises only with records or the arithmetic of packing."""
     assert identity(make_runtime(**options)).hex() == digest
+
+
+@pytest.mark.parametrize("scorer, changed", [("snapkv", True), ("h2o", False)])
+def test_blocks_planned_by_last_queries_of_each_chunk_are_not_found(scorer, changed, monkeypatch):
+    """Earlier servers planned blocks of chunked prompts by these queries, if only last ones counted."""
+    options = {"policy": "prune", "scorer": scorer}
+    before = identity(make_runtime(**options))
+    monkeypatch.setattr(Prune, "counts_last_queries", False)
+    assert (identity(make_runtime(**options)) != before) == changed
 
 
 def test_version_of_records_counts(monkeypatch):

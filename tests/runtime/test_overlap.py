@@ -11,6 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.adapter.request_limits import longest_request
 from sglang_kvc.cache import replanning, thinning
 from sglang_kvc.cache.one_shot import Budget
@@ -130,6 +131,7 @@ TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
 LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages per head
 ANSWERS = {"policy": "prune", "high": "k8v4", "scorer": "h2o", "keep": 0.4, "window": 32, "lag": P}
+LAST = {**ANSWERS, "scorer": "snapkv:window=16", "lag": 0}
 HOST = {"host_memory": 200_000}  # a dozen packed blocks
 LONG = {"context": 4096, "segment": 2}
 KINDS = {
@@ -159,6 +161,11 @@ KINDS = {
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
     "h2o-tight": Kind({**ANSWERS, "lag": 0, **TIGHT, **HOST}, P, (None, LOSSLESS)),
     "arkv-tight": Kind({**ANSWERS, "policy": "arkv", "low": "k2v2", "share": "ada", "lag": 0, **TIGHT}, P, mixed=True),
+    "last-queries": Kind({**LAST, **TIGHT, **HOST}, P, (None, LOSSLESS)),
+    "last-queries-mixed": Kind({**LAST, "scorer": "kv-compress", "lag": P, **TIGHT}, P, mixed=True),
+    "last-queries-disk": Kind(
+        {**LEANKV, "observe": ScoreSampling(32), "window": 0, **TIGHT, "host_memory": 80_000}, P, servers=2
+    ),
     "answers": Kind(ANSWERS, levels=(None, LOSSLESS)),
     "answers-tight": Kind({**ANSWERS, "window": 0, **TIGHT}, P),
     "answers-host": Kind({**ANSWERS, "share": "ada", **TIGHT, **HOST}, P),
@@ -209,7 +216,7 @@ def test_random_server_lives(name, tmp_path, monkeypatch):
     monkeypatch.setattr(replanning, "COMPETE_EVERY", 1)  # answers are short
     kind, seen = KINDS[name], Counter()
     monkeypatch.setattr(thinning, "SEGMENT", kind.segment)
-    expected = _expected(kind)
+    expected = _expected(name, kind)
     for seed in range(LIVES + MORE):
         if seed >= LIVES and not expected - seen.keys():
             break
@@ -220,7 +227,7 @@ def test_random_server_lives(name, tmp_path, monkeypatch):
     assert not expected - seen.keys(), "these lives hold too little"
 
 
-def _expected(kind: Kind) -> set[str]:
+def _expected(name: str, kind: Kind) -> set[str]:
     """The events that must happen in the runs of a kind."""
     expected = {"retracted", "paused"}
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
@@ -230,6 +237,7 @@ def _expected(kind: Kind) -> set[str]:
     scored = kind.options.get("policy") == "leankv" or kind.options.get("scorer")
     late = kind.options.get("lag") or (scored and kind.chunk)
     expected |= {"planned late"} if late and not kind.disable else set()
+    expected |= {"unread", "chunks aborted"} if "last-queries" in name else set()
     expected |= {"competed"} if kind.options.get("scorer") and kind.options.get("lag") else set()
     trust = kind.options.get("trust") == "salt"
     budgets = any(map(is_one_shot, kind.levels))

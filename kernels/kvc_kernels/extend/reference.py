@@ -31,13 +31,15 @@ def extend_attention(
     scale: float,
     logit_cap: float = 0.0,
     sampling: ScoreSampling | None = None,
+    prompt_lens: list[int] | None = None,
     fake_quant_format: list[Format | None] | None = None,
     window: int = -1,
 ) -> torch.Tensor:
     """Causal attention of the new tokens of B requests: `q[N, Hq, D]`, `extend_lens[B]` rows each -> `[N, Hq, D]`.
 
     Row j of request i has position prefix_lens[i] + j and sees all tokens up to its own. The new K/V are already
-    appended to uncompressed blocks. The remaining arguments are those of `decode_attention`.
+    appended to uncompressed blocks. The remaining arguments are those of `decode_attention`. `sampling` takes the last
+    queries of prompts of `prompt_lens[B]` tokens, None if all of them end here.
 
     `fake_quant_format[i]` is the one format in which all tokens of each block of request i will be packed. A query
     then sees earlier blocks fake-quantized and its own block exact, so a token's output depends on the tokens before it
@@ -73,8 +75,10 @@ def extend_attention(
                 out[at : at + new] = _extend_fake_quant(store, rows, k, v, base, fmt, scale, logit_cap)
         at += new
     if sampling is not None and window < 0 and not any(fake_quant_format or ()):
-        scaling = {"scale": scale, "logit_cap": logit_cap}
-        collect_prefill(store, layer, q, row_blocks, prefixes, extend_lens, sampling, **scaling)
+        collect_prefill(
+            store, layer, q, row_blocks, prefixes, extend_lens, sampling, prompt_lens=prompt_lens, scale=scale,
+            logit_cap=logit_cap,
+        )  # fmt: skip
     return out
 
 

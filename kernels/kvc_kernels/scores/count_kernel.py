@@ -14,17 +14,15 @@ PLACES = 64  # blocks of a request per iteration
 
 @triton.jit(do_not_specialize=["row_stride"])
 def note_kernel(
-    query_counts, row_blocks, row_stride, seq_lens, extend_lens,
-    P: tl.constexpr, WINDOW: tl.constexpr, STRIDE: tl.constexpr, DECODING: tl.constexpr, PLACES: tl.constexpr,
+    query_counts, row_blocks, row_stride, seq_lens, counted,
+    P: tl.constexpr, STRIDE: tl.constexpr, DECODING: tl.constexpr, PLACES: tl.constexpr,
 ):
-    """grid (B,). WINDOW 0: all queries count. Requests share blocks; integer sums do not depend on the order."""
+    """grid (B,). Requests share blocks; integer sums do not depend on the order."""
     r = tl.program_id(0).to(tl.int64)
     end = tl.load(seq_lens + r).to(tl.int32)
     first = end - 1
     if not DECODING:
-        first = end - tl.load(extend_lens + r).to(tl.int32)
-    if WINDOW > 0:
-        first = tl.maximum(first, end - WINDOW)
+        first = end - tl.load(counted + r).to(tl.int32)
     if end // STRIDE > first // STRIDE:
         for at in range(0, end // P, PLACES):
             j = at + tl.arange(0, PLACES)
@@ -38,16 +36,13 @@ def count_queries_triton(
     store: PageStore,
     row_blocks: torch.Tensor,
     seq_lens: torch.Tensor,
-    extend_lens: torch.Tensor | None,
+    counted: torch.Tensor | None,
     sampling: ScoreSampling,
 ) -> None:
-    """`count_queries` for `seq_lens[B]` including `extend_lens[B]` new tokens (None in a decode step), all on the
-    device.
-    """
-    decoding = extend_lens is None
+    """`count_queries`, with all tensors on the device."""
+    decoding = counted is None
     note_kernel[(len(seq_lens),)](
-        store.query_counts, row_blocks, row_blocks.stride(0), seq_lens, seq_lens if decoding else extend_lens,
-        store.layout.block_tokens, sampling.window or 0, sampling.decode_stride if decoding else sampling.stride,
-        decoding,
-        PLACES, num_warps=1,
+        store.query_counts, row_blocks, row_blocks.stride(0), seq_lens, seq_lens if decoding else counted,
+        store.layout.block_tokens, sampling.decode_stride if decoding else sampling.stride, decoding, PLACES,
+        num_warps=1,
     )  # fmt: skip

@@ -249,15 +249,18 @@ class AttentionScores:
         self._decoding = torch.stack((steps, steps, torch.ones_like(steps), steps), 1)
         self._limits, self._step_listed = (max_batch, max_blocks), self._blocks.room(max_batch * max_blocks)
 
-    def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
-        """`row_blocks[B, NB]` int32 on the device, lengths on the host; does not sync."""
-        requests, start = [], 0
-        window, self._stride = self.sampling.window, self.sampling.stride
-        for prefix, new in zip(prefix_lens, extend_lens):
-            first = prefix if window is None else max(prefix, prefix + new - window)
-            queries = (prefix + new) // self._stride - first // self._stride
+    def plan(
+        self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int],
+        prompt_lens: list[int] | None = None
+    ) -> None:
+        """`row_blocks[B, NB]` int32 on the device, lengths on the host, as in `extend_attention`; does not sync."""
+        requests, start, self._stride = [], 0, self.sampling.stride
+        for i, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
+            end = prefix + new
+            first = end - self.sampling.counted(end, new, prompt_lens[i] if prompt_lens else end)
+            queries = end // self._stride - first // self._stride
             first += -(first + 1) % self._stride
-            requests.append((prefix + new if queries else 0, start + first - prefix, queries, first))
+            requests.append((end if queries else 0, start + first - prefix, queries, first))
             start += new
         self._requests, self._rows = upload(requests, self.store.device).view(-1, 4), row_blocks
         places = sum(-(-r[0] // self.store.layout.block_tokens) for r in requests)

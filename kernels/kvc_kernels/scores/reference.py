@@ -25,9 +25,10 @@ class ScoreSampling:
     """Rule for collecting attention scores: the queries that count, and the reduction to one number per token and KV
     head.
 
-    Queries: all new ones of a forward, or the last `window` of every request. A query's attention to its own token
-    never counts. With `skip` v, its attention to the v - 1 tokens before it does not count either (KV-Compress,
-    equation 19: queries i >= j + v), as far as those are still uncompressed, which a recent window of v tokens ensures.
+    Queries: all of a prompt, or its last `window`, however it is cut into forwards, and those of decode steps. A
+    query's attention to its own token never counts. With `skip` v, its attention to the v - 1 tokens before it does not
+    count either (KV-Compress, equation 19: queries i >= j + v), as far as those are still uncompressed, which a recent
+    window of v tokens ensures.
 
     Each probability is raised to `power` (1 or 2) and summed over queries. The G query heads of a KV head are then
     reduced by `max`, `sum`, or `squares` (the sum of squares). Forwards add up. With `worst` the largest probability of
@@ -86,6 +87,11 @@ class ScoreSampling:
             return partial(recurred, timed=decoding)
         return torch.maximum if self.reduce == "worst" else None
 
+    def counted(self, end: int, new: int, prompt: int) -> int:
+        """Number of queries that count among the `new` ones of a forward at whose end `end` tokens of a request are
+        written. They are its last ones. `prompt`: tokens of the request's whole prompt; later queries all count."""
+        return new if self.window is None else max(0, min(new, end - prompt + self.window))
+
     @property
     def nearest(self) -> int:
         """Number of tokens up to and including a query's own whose probability does not count."""
@@ -126,21 +132,21 @@ def add_prefill_scores(
     scale: float,
     logit_cap: float,
     sampling: ScoreSampling,
+    counted: int,
 ) -> None:
-    """Add the column sums of the chosen queries' probabilities (`worst`: keep their maxima; `recurrence`: the last
-    important query), reduced over the query heads of a KV head.
+    """Add the column sums of the last `counted` queries' probabilities (`worst`: keep their maxima; `recurrence`: the
+    last important query), reduced over the query heads of a KV head.
 
     `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes`: dense tokens of each part; `tokens`: length
     of the request. The diagonal (a token's attention to itself) and the diagonals below it that `sampling.skip` names
     do not count.
     """
     new, slots = q.shape[1], k.shape[1]
-    first = 0 if sampling.window is None else max(0, new - sampling.window)
     plain = slots - sizes[-1]  # only the last part, which is uncompressed, is in sequence order, from a block boundary
     offset = tokens - new + 1
     step = max(1, MAX_ELEMENTS // (slots * q.shape[0]))
     total = torch.zeros((k.shape[0], q.shape[0] // k.shape[0], slots), device=q.device)
-    for at in range(first, new, step):
+    for at in range(new - counted, new, step):
         rows = min(step, new - at)
         w = query_weights(q, k, valid, at, rows, scale, logit_cap)
         for back in range(sampling.nearest):
@@ -193,21 +199,25 @@ def collect_prefill(
     extend_lens: list[int],
     sampling: ScoreSampling,
     *,
+    prompt_lens: list[int] | None = None,
     scale: float,
     logit_cap: float = 0.0,
 ) -> None:
     """Add the attention of the new queries `q[N, Hq, D]` to the tokens' scores; arguments as in `extend_attention`."""
     p, at = store.layout.block_tokens, 0
     for i, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
-        if not new:
+        end = prefix + new
+        counted = sampling.counted(end, new, prompt_lens[i] if prompt_lens else end)
+        if not counted:
+            at += new
             continue
-        blocks = row_blocks[i, : -(-(prefix + new) // p)]
-        parts = request_parts(store, layer, blocks, store.format_id[blocks].tolist(), prefix + new)
+        blocks = row_blocks[i, : -(-end // p)]
+        parts = request_parts(store, layer, blocks, store.format_id[blocks].tolist(), end)
         keys = [part.dense(q.dtype)[0] for part in parts]
         sizes = [k.shape[1] for k in keys]
         query, valid = q[at : at + new].movedim(0, 1), valid_mask(parts, sizes)
         add_prefill_scores(
-            store, parts, sizes, prefix + new, query, torch.cat(keys, 1), valid, scale, logit_cap, sampling
+            store, parts, sizes, end, query, torch.cat(keys, 1), valid, scale, logit_cap, sampling, counted
         )
         at += new
 
@@ -223,9 +233,13 @@ class ReferenceScores:
         """The sizes bound buffers of the kernels; plain torch has none."""
         self.store, self.sampling = store, sampling
 
-    def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
-        """A prefill: `row_blocks[B, NB]`, lengths on the host."""
-        self._collect, self._lists = collect_prefill, (row_blocks.long(), prefix_lens, extend_lens)
+    def plan(
+        self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int],
+        prompt_lens: list[int] | None = None
+    ) -> None:
+        """A prefill: `row_blocks[B, NB]`, lengths on the host, as in `extend_attention`."""
+        self._collect = partial(collect_prefill, prompt_lens=prompt_lens)
+        self._lists = row_blocks.long(), prefix_lens, extend_lens
 
     def plan_decode(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """A decode step: `row_blocks[B, >= NB]`, `seq_lens[B]`; the lengths are read on the host."""
@@ -242,24 +256,23 @@ def count_queries(
     store: PageStore,
     row_blocks: torch.Tensor,
     seq_lens: torch.Tensor,
-    extend_lens: torch.Tensor | None,
+    counted: torch.Tensor | None,
     sampling: ScoreSampling,
 ) -> None:
     """Update the query counts once per forward: query_counts[block] += counted queries after the block's last token.
 
-    `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, `extend_lens[B]` of them, None in a decode step;
-    all on the store's device. One query per stride is sampled and counts for all of them.
+    `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, of which the last `counted[B]`
+    (`ScoreSampling.counted`) have queries that count, None in a decode step; all on the store's device. One query per
+    stride is sampled and counts for all of them.
     """
-    decoding = extend_lens is None
+    decoding = counted is None
     stride = sampling.decode_stride if decoding else sampling.stride
     end = seq_lens.long().unsqueeze(1)
-    first = end - 1 if decoding else end - extend_lens.long().unsqueeze(1)
-    if sampling.window is not None:
-        first = torch.maximum(first, end - sampling.window)
+    first = end - 1 if decoding else end - counted.long().unsqueeze(1)
     p = store.layout.block_tokens
     block_end = (torch.arange(row_blocks.shape[1], device=store.device) + 1) * p
-    count = (end // stride - torch.maximum(first, block_end) // stride).clamp_(min=0) * stride
-    store.query_counts.index_add_(0, row_blocks.long().flatten(), count.flatten().to(torch.int32))
+    sampled = (end // stride - torch.maximum(first, block_end) // stride).clamp_(min=0) * stride
+    store.query_counts.index_add_(0, row_blocks.long().flatten(), sampled.flatten().to(torch.int32))
 
 
 def mean_attention_scores(

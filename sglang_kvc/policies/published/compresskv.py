@@ -22,8 +22,8 @@ class CompressKV(Scorer):
 
     Assumed: KV heads are chosen, with all query heads of their groups, where the paper chooses 4 query heads a layer.
     Retrieval is measured on repeated text, where the paper sums the attention of generated answers to the whole of a
-    needle. The paper also divides the budget among layers, by the error of their outputs; here `share` divides it. In a
-    chunked prompt the last w queries of each chunk count, and so does the query of each sampled decode step.
+    needle. The paper also divides the budget among layers, by the error of their outputs; here `share` divides it. The
+    query of each sampled decode step counts, too.
     """
 
     name: ClassVar[str] = "compresskv"

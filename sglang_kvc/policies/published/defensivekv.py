@@ -24,9 +24,9 @@ class DefensiveKV(Scorer):
 
     Assumed: the mean and pooling see the block alone, and pooling follows the maximum, where the paper pools every
     query's attention before. The norm is that of the value; the paper takes the value times the output matrix, and
-    keeps the tokens with 90 % of the attention whatever their norm. With `window` 0 all queries count. In a chunked
-    prompt the last w queries of each chunk count, and so does one decode step in `decode_stride`. The layer budgets of
-    Layer-DefensiveKV are the competition of all heads (`share` `global`).
+    keeps the tokens with 90 % of the attention whatever their norm. With `window` 0 all queries count. One decode step
+    in `decode_stride` counts, too. The layer budgets of Layer-DefensiveKV are the competition of all heads (`share`
+    `global`).
     """
 
     name: ClassVar[str] = "defensivekv"

@@ -20,8 +20,8 @@ class KvCompress(Scorer):
     `power` 1 gives the plain sums that the paper compares with. Decode steps add their squares (equation 20). With
     `stride` s one prompt query in s is read and counts s times; `decode_stride` does the same for decode steps.
 
-    Assumed: in a chunked prompt the last w queries of each chunk count. Pooling sees the block alone, and includes what
-    decode steps added; the paper pools the prompt's sums only.
+    Assumed: pooling sees the block alone, and includes what decode steps added; the paper pools the prompt's sums
+    only.
     """
 
     name: ClassVar[str] = "kv-compress"

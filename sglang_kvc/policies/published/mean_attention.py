@@ -17,7 +17,7 @@ from ..scorers.base import Scorer
 class MeanAttention(Scorer):
     """`s_i = 1/|J| sum_{j in J} max_h A_hji` over the queries j after token i, h the query heads of a KV head.
 
-    With `window` w only the last w queries of each forward are in J; 0 means all. With `stride` s, J has one prompt
+    With `window` w only the last w queries of a prompt are in J; 0 means all. With `stride` s, J has one prompt
     query in s; with `decode_stride` s, one decode step in s. Assumed: the maximum is taken over heads of a forward's
     sum, not per query; for a decode step, which has one query, both are equal.
     """

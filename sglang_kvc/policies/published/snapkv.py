@@ -18,9 +18,8 @@ class SnapKV(Scorer):
 
     `window` w = 32 and max pooling over 7 tokens are the settings of the paper's LongBench runs; `kind` may be "mean".
 
-    Assumed: heads of a group add up (equation 10). In a chunked prompt the last w queries of each chunk count, and so
-    does the query of each decode step. Pooling sees the block alone. The last w tokens, which the paper always keeps,
-    lie in the uncompressed window.
+    Assumed: heads of a group add up (equation 10). The query of each sampled decode step counts, too. Pooling sees the
+    block alone. The last w tokens, which the paper always keeps, lie in the uncompressed window.
     """
 
     name: ClassVar[str] = "snapkv"

@@ -214,7 +214,8 @@ def test_uncompressed_extend_equals_stock_bit_for_bit(dtype, length, new):
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_scores_are_column_sums_of_attention(spec, window, cap):
-    """Scores of a prefill in two chunks and two decode steps against the explicit attention matrix."""
+    """Scores of two prefills, each to the end of a prompt, and two decode steps against the explicit attention
+    matrix."""
     store, row, _ = request(spec, has_scores=True, length=170, packed=0)
     sampling = ops.ScoreSampling(window, decode_stride=1)
     scores = torch.zeros(2, 170, dtype=torch.float64)
@@ -236,9 +237,8 @@ def test_scores_are_column_sums_of_attention(spec, window, cap):
         p.diagonal(prefix, -2, -1).zero_()
         chosen = p if window is None else p[:, -window:]
         scores[:, :end] += chosen.sum(1).view(2, 3, -1).amax(1)
-        ops.count_queries(
-            store, row[None], torch.tensor([prefix + new]), torch.tensor([new]), ops.ScoreSampling(window)
-        )
+        counted = torch.tensor([min(new, window or new)])
+        ops.count_queries(store, row[None], torch.tensor([prefix + new]), counted, ops.ScoreSampling(window))
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     assert torch.allclose(got.double(), scores, rtol=1e-4, atol=1e-5)
     # Queries after each block's last token, counted by hand.

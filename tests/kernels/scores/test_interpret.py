@@ -89,13 +89,17 @@ def compare(store, kernel_store):
         ("k4v4", 2, 3.0, ops.ScoreSampling(None, "worst", power=2, skip=4)),
     ],
 )
-def test_prefill_scores_match_reference(spec, group, cap, sampling):
+@pytest.mark.parametrize("prompts", [None, [TOTAL[0] + 50, TOTAL[1] + 3, TOTAL[2]]])
+def test_prefill_scores_match_reference(spec, group, cap, sampling, prompts):
+    """The second prompt ends within a window after its chunk, the first one later."""
     store, kernel_store = packed_case(spec)
     q = queries(sum(NEW), 2 * group)
     lse = lse_of(store, 1, q, TOTAL, PREFIX, cap)
-    ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, sampling=sampling)
+    ops.extend_attention(
+        store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, sampling=sampling, prompt_lens=prompts
+    )
     op = AttentionScores(kernel_store, query_heads=2 * group, sampling=sampling, tile=32, queries=16)
-    op.plan(ROWS, PREFIX, NEW)
+    op.plan(ROWS, PREFIX, NEW, prompts)
     op.add(1, q, lse, scale=SCALE, logit_cap=cap)
     compare(store, kernel_store)
 
@@ -173,22 +177,21 @@ def test_blocks_are_listed_once():
     "sampling",
     [
         ops.ScoreSampling(),
-        ops.ScoreSampling(8),
         ops.ScoreSampling(stride=16),
         ops.ScoreSampling(32, stride=8, decode_stride=1),
     ],
 )
-@pytest.mark.parametrize("decoding", [False, True])
-def test_query_counts_match_reference(sampling, decoding):
+@pytest.mark.parametrize("counted", [[130, 64, 9], [0, 8, 1], None])
+def test_query_counts_match_reference(sampling, counted):
     """Blocks belong to one or several requests; positions after a request's end name any block, here one in use."""
     store, kernel_store = packed_case("k4v4")
     kernel_store.query_counts = store.query_counts.clone()
     lens = torch.tensor([160, 64, 73])  # two requests end on a block border
     rows = torch.cat((ROWS, torch.full_like(ROWS, 3)), 1)
     rows[0, 4] = 8
-    new = None if decoding else torch.tensor([130, 64, 9])
-    ops.count_queries(store, rows, lens, new, sampling)
-    count_queries_triton(kernel_store, rows, lens, new, sampling)
+    counted = None if counted is None else torch.tensor(counted)
+    ops.count_queries(store, rows, lens, counted, sampling)
+    count_queries_triton(kernel_store, rows, lens, counted, sampling)
     assert store.query_counts.any()
     assert torch.equal(store.query_counts, kernel_store.query_counts)
 
