@@ -71,7 +71,12 @@ def check_reads(server, reqs: list) -> None:
             assert blocks.setdefault(block, tokens)[: len(tokens)].tolist() == tokens[: len(blocks[block])].tolist()
             if len(tokens) > len(blocks[block]):
                 blocks[block] = tokens
-    record.check(runtime.store, blocks, runtime.policy.keeps_all, runtime.policy.ladder)
+    record.check(runtime.store, blocks, runtime.policy.keeps_all, passed_formats(runtime.policy))
+
+
+def passed_formats(policy) -> tuple[int, ...]:
+    """Format ids that a block may have passed through in turn."""
+    return policy.ladder or ((policy.unplanned_format, 1) if policy.unplanned_format else ())
 
 
 def check_tree(server) -> None:
@@ -90,10 +95,10 @@ def check_tree(server) -> None:
                     tokens_of[block] = index[i * P : (i + 1) * P]
             stack.append((child, path))
     if blocks:
-        record.check(runtime.store, blocks, runtime.policy.keeps_all, runtime.policy.ladder)
+        record.check(runtime.store, blocks, runtime.policy.keeps_all, passed_formats(runtime.policy))
     if stored:
         store, ids = unpacked_records(runtime.host_tier, list(stored))
-        record.check(store, dict(zip(ids, stored.values())), runtime.policy.keeps_all, runtime.policy.ladder)
+        record.check(store, dict(zip(ids, stored.values())), runtime.policy.keeps_all, passed_formats(runtime.policy))
 
 
 def check_files(server) -> tuple[int, int]:

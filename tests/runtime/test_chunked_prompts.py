@@ -12,7 +12,7 @@ from kvc_kernels.formats import BF16
 from sglang_kvc.adapter.request_limits import longest_request
 from sglang_kvc.cache.blocks import State
 
-from .model import H, L, P, Request, ToyServer, make_runtime, pages_held
+from .model import H, L, P, Request, ToyServer, make_runtime, pages_held, row
 from .overlap import Overlap, configured
 
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3, "window": 0}
@@ -25,6 +25,7 @@ POLICIES = [
     {"policy": "prune", "high": "k4v4", "scorer": "kv-compress", "keep": 0.4, "window": 0, "lag": P},
     {"policy": "prune", "high": "k4v4", "scorer": "snapkv", "keep": 0.4, "window": 0},
     {**LEANKV, "observe": ops.ScoreSampling(64), "window": P},
+    {"policy": "prune", "high": "k2v2", "scorer": "h2o", "share": "pyramid", "keep": 0.5, "window": 0},
 ]
 PROMPT = list(range(1, 9 * P + 6))
 CHUNK = 2 * P
@@ -97,6 +98,24 @@ def test_complete_chunks_take_packed_pages_of_known_size(options):
     assert len(steps) == len(PROMPT) // CHUNK and steps[-1] > 4
 
 
+@pytest.mark.parametrize("high", ["k8v4", "k2v2"])
+def test_queries_of_later_chunks_see_keys_of_four_bits_or_more(high):
+    server = WithScores(blocks=40, policy="prune", high=high, scorer="h2o", keep=0.5, window=0)
+    checkpoint, errors = server.tree.checkpoint, []
+
+    def look(req, up_to):
+        checkpoint(req, up_to=up_to)
+        server.runtime.flush()
+        if up_to == 6 * P:
+            stored = ops.load_dense(server.runtime.store, 0, torch.tensor(req.kvc.blocks[:6]))[0].transpose(1, 2)
+            keys = np.stack([row(PROMPT[: i + 1]) for i in range(6 * P)])
+            errors.append(np.abs(stored.flatten(0, 1).numpy() - keys).max())
+
+    server.tree.checkpoint = look
+    server.admit(PROMPT, CHUNK)
+    assert errors and max(errors) <= 0.1 + 7.5 / 15  # half a step of 4 bits over a range of 15, and rounding
+
+
 def test_blocks_do_not_depend_on_other_requests():
     def digests(server, req):
         return [ops.block_digest(server.runtime.store, b) for b in req.kvc.blocks[:9]]
@@ -160,7 +179,8 @@ def test_blocks_of_an_aborted_prompt_are_planned(options, shared):
 
 
 @pytest.mark.parametrize(
-    ("options", "mixed"), [(LEANKV, False), (LEANKV, True), (POLICIES[3], False), (POLICIES[5], True)]
+    ("options", "mixed"),
+    [(LEANKV, False), (LEANKV, True), (POLICIES[3], False), (POLICIES[5], True), (POLICIES[8], False)],
 )
 def test_prompt_that_fits_only_packed_is_served(options, mixed):
     """Of the greatest length, beside running requests, with SGLang's scheduler; every forward checks what it reads."""

@@ -160,6 +160,7 @@ KINDS = {
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
     "h2o-tight": Kind({**ANSWERS, "lag": 0, **TIGHT, **HOST}, P, (None, LOSSLESS)),
+    "h2o-two-bits": Kind({**ANSWERS, "high": "k2v2", "lag": 0, **TIGHT, **HOST}, P, mixed=True),
     "arkv-tight": Kind({**ANSWERS, "policy": "arkv", "low": "k2v2", "share": "ada", "lag": 0, **TIGHT}, P, mixed=True),
     "last-queries": Kind({**LAST, **TIGHT, **HOST}, P, (None, LOSSLESS)),
     "last-queries-mixed": Kind({**LAST, "scorer": "kv-compress", "lag": P, **TIGHT}, P, mixed=True),

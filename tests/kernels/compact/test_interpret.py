@@ -141,7 +141,10 @@ def test_hard_values_in_fp16_pages_of_48_tokens_give_same_bytes():
     same(a, b)
 
 
-MOVES = [("k8v8", "k4v4"), ("k8v8", "k2v2"), ("k4v4", "k4v2"), ("k8v4+k4v2", "k8v4+k4v2"), ("k8v4+k4v2", "k4v2")]
+MOVES = [
+    ("k8v8", "k4v4"), ("k8v8", "k2v2"), ("k4v4", "k4v2"), ("k4v4", "k2v2"), ("k8v4+k4v2", "k8v4+k4v2"),
+    ("k8v4+k4v2", "k4v2"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("has_scores", [False, True])
