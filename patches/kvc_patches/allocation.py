@@ -33,14 +33,14 @@ def around_alloc_for_extend(orig, batch):
 
 def _new_sequence(runtime, tree, req):
     """The record of a request that starts, or resumes after a retraction."""
-    from sglang_kvc.adapter.request_limits import budget_of, chunk_tokens, format_id_of
+    from sglang_kvc.adapter.request_limits import budget_of, chunk_tokens, format_id_of, ranked_prompt
     from sglang_kvc.cache.one_shot import chat_tail
 
     format_id = format_id_of(runtime, req)
     if (budget := budget_of(req)) is not None:
-        prompt = req.full_untruncated_fill_ids
-        tail = chat_tail(prompt, req.eos_token_ids or ())
-        return runtime.new_one_shot(budget, len(prompt), format_id, chunk_tokens(), tail)
+        prompt = ranked_prompt(runtime, req)
+        tail, written = chat_tail(prompt, req.eos_token_ids or ()), len(req.full_untruncated_fill_ids) - len(prompt)
+        return runtime.new_one_shot(budget, len(prompt), format_id, chunk_tokens(), tail, written)
     cached = req.kv.cache_protected_len
     blocks = tree.path_blocks(req.last_node)[: cached // runtime.layout.block_tokens]
     return runtime.new_sequence(blocks, cached, format_id)

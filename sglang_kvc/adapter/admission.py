@@ -10,7 +10,7 @@ from ..cache.blocks import NO_BLOCKS
 from ..cache.runtime import Runtime
 from .decode_memory import sequences_of
 from .hit_sources import count_hits
-from .request_limits import budget_of, chunk_tokens, format_id_of
+from .request_limits import budget_of, chunk_tokens, format_id_of, ranked_prompt
 from .tree_host import Hit
 
 
@@ -90,7 +90,9 @@ def prompt_need(adder: Any, runtime: Runtime, req: Any) -> float | None:
     if not runtime.capacity.may_stage(_staged(adder, runtime, req), admitted):
         return None
     chunk = None if adder.rem_chunk_tokens is None else chunk_tokens()
-    return runtime.capacity.prompt_tokens(*_uncompressed(req), format_id_of(runtime, req), chunk, budget_of(req))
+    budget, all_tokens = budget_of(req), len(req.full_untruncated_fill_ids)
+    written = all_tokens - len(ranked_prompt(runtime, req)) if budget else 0
+    return runtime.capacity.prompt_tokens(*_uncompressed(req), format_id_of(runtime, req), chunk, budget, written)
 
 
 def _uncompressed(req: Any) -> tuple[int, int]:

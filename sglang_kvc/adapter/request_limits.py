@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.runtime_context import get_schedule
@@ -38,6 +39,14 @@ def chunk_tokens() -> int | None:
 def budget_of(req: Any) -> Budget | None:
     """The budget for the whole prompt of SGLang's request, None if it asked for none."""
     return getattr(req, "kvc_budget", None)
+
+
+def ranked_prompt(runtime: Runtime, req: Any) -> Sequence[int]:
+    """Tokens of a one-shot prompt, without the answer that its request wrote before a retraction. Chunks of a thinned
+    prompt end with the last tokens of both, so it includes that answer."""
+    all_tokens, room = req.full_untruncated_fill_ids, runtime.capacity.one_shot
+    thinned = room.segment_blocks(req.kvc_budget, len(all_tokens), format_id_of(runtime, req), chunk_tokens())
+    return all_tokens if thinned else req.origin_input_ids
 
 
 def in_session(req: Any) -> bool:

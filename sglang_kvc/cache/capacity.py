@@ -170,16 +170,16 @@ class Capacity:
         return OneShotRoom(self)
 
     def prompt_tokens(
-        self, new: int, answer: float, format_id: int, chunk: int | None, budget: Budget | None = None
+        self, new: int, answer: float, format_id: int, chunk: int | None, budget: Budget | None = None, written: int = 0
     ) -> float:
         """Memory that a prompt of `new` uncached tokens needs at most, with that expected for an answer of `answer`.
 
         Two chunks and the window are uncompressed at a time, because a chunk is packed when the CPU has its result,
         after the launch of the next chunk. `chunk` is None without chunked prefill. `budget`: the budget of a one-shot
-        prompt.
+        prompt, the last `written` tokens of which are packed as an answer.
         """
         if budget is not None:
-            return self.one_shot.need(budget, new, answer, format_id, chunk)
+            return self.one_shot.need(budget, new, answer, format_id, chunk, written)
         unpacked = new if chunk is None else min(new, 2 * chunk + self.window)
         return unpacked + self.growth_tokens(new - unpacked + answer, format_id, unpacked, new - unpacked)
 

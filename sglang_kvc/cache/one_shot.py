@@ -128,7 +128,8 @@ class OneShotPrompt:
     row: the request's row of `req_to_token`, -1 before it has one.
     queries: its last query rows, from the first forward of the prompt until that is packed.
     packed: whether the packing of the whole prompt is queued; the answer is then packed like any other.
-    tokens: length of the prompt.
+    tokens: length of the prompt, whose last queries rank it. In a thinned prompt that is computed again after a
+        retraction, it includes the answer so far: chunks end with copies of the last tokens of both.
     tail: number of its last tokens that a chat template added (`chat_tail`).
     segment_blocks: blocks that each segment keeps until the prompt is complete; 0: it is uncompressed until then.
     reserved: number of first places of the sequence that keep their blocks until then.

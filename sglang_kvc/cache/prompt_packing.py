@@ -52,16 +52,17 @@ def queue_segments(runtime: Runtime, seq: Sequence, length: int) -> None:
 
 
 def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
-    """Queue the full blocks of a complete one-shot prompt; `length` tokens in total are written."""
+    """Queue the full blocks of a complete one-shot prompt; `length` tokens in total are written. Those after the prompt
+    are packed like any answer, even if they were prefilled with it."""
     block_tokens, prompt = runtime.layout.block_tokens, seq.one_shot
     assert prompt is not None
-    first, full = seq.window_start, seq.prompt // block_tokens
+    first, full = seq.window_start, prompt.tokens // block_tokens
     left = seq.slide(length)
     assert seq.window_start >= full, "a prompt is packed before it is complete"
     seq.format_id, prompt.packed = prompt.format_id, True
     queries, prompt.queries = prompt.queries, None
     fmt = runtime.store.block_formats[seq.format_id].high
-    plan = prompt.budget.plan(runtime.layout, fmt, full, seq.prompt, prompt.tail) if full else None
+    plan = prompt.budget.plan(runtime.layout, fmt, full, prompt.tokens, prompt.tail) if full else None
     if plan is None:
         runtime.queue_due(left, seq.format_id, length if length > seq.prompt else 0)
         return
@@ -73,12 +74,12 @@ def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
         max_pages = kept_blocks * heads * (block_tokens // runtime.layout.page(fmt).tokens)
         plan = replace(plan, kept_blocks=kept_blocks, pages=min(plan.pages, max_pages))
     packed = seq.blocks[: prompt.first if prompt.dropped else first]
-    blocks = np.asarray(packed + seq.blocks[first : -(-seq.prompt // block_tokens)], dtype=np.int64)
+    blocks = np.asarray(packed + seq.blocks[first : -(-prompt.tokens // block_tokens)], dtype=np.int64)
     full_blocks = np.asarray(seq.blocks[:full], dtype=np.int64)
     kept, dropped = full_blocks[: plan.kept_blocks], full_blocks[plan.kept_blocks :]
     dropped = dropped[dropped != SCRATCH_BLOCK]
     stored, gap = len(packed) + full - first, full - plan.kept_blocks
-    tokens = seq.prompt - (full - stored) * block_tokens
+    tokens = prompt.tokens - (full - stored) * block_tokens
     runtime.log.push(
         PackPrompt(blocks, len(packed), stored, tokens, kept, seq.format_id, plan, queries, prompt.row, gap)
     )

@@ -119,14 +119,15 @@ class Runtime:
         return Sequence.admit(self.blocks, p, window, prefix_blocks, length, format_id)
 
     def new_one_shot(
-        self, budget: Budget, tokens: int, format_id: int = 1, chunk: int | None = None, tail: int = 0
+        self, budget: Budget, tokens: int, format_id: int = 1, chunk: int | None = None, tail: int = 0,
+        written: int = 0
     ) -> Sequence:
         """The record of a request with a budget for its prompt of `tokens` tokens, in chunks of `chunk` tokens. A chat
-        template added the last `tail` tokens.
+        template added the last `tail` tokens. Its prefill continues with `written` tokens of an answer.
 
         It starts without cached tokens."""
         seq = Sequence.admit(self.blocks, self.layout.block_tokens, self.config.window, NO_BLOCKS, 0, format_id=0)
-        segment_blocks = self.capacity.one_shot.segment_blocks(budget, tokens, format_id, chunk) or UNTHINNED
+        segment_blocks = self.capacity.one_shot.segment_blocks(budget, tokens + written, format_id, chunk) or UNTHINNED
         reserved = thinned_blocks(segment_blocks, tokens // self.layout.block_tokens)
         seq.one_shot = OneShotPrompt(budget, format_id, tokens, tail, segment_blocks, reserved)
         return seq

@@ -65,9 +65,11 @@ class OneShotRoom:
                 f"none, or use a prompt of up to {self.room - self.block_tokens} tokens."
             )
 
-    def need(self, budget: Budget, tokens: int, answer: float, format_id: int, chunk: int | None) -> float:
+    def need(
+        self, budget: Budget, tokens: int, answer: float, format_id: int, chunk: int | None, written: int = 0
+    ) -> float:
         """Maximum memory that a prompt of `tokens` tokens with an answer of `answer` needs; above the capacity if it
-        never fits.
+        never fits. The last `written` tokens of the prompt are packed as an answer.
 
         The maximum is just before the packing, which is queued before the second token of the answer takes a block, or
         at the end of the answer."""
@@ -75,8 +77,9 @@ class OneShotRoom:
         if segment_blocks is None:
             return tokens + self.capacity.sizing.capacity_tokens
         before = self._before_packing(tokens, segment_blocks, format_id, chunk)
-        kept, _ = self._kept(budget, tokens, format_id, segment_blocks)
-        return max(before + min(answer, self.block_tokens), kept + self.capacity.growth_tokens(answer, format_id, 0))
+        kept, _ = self._kept(budget, tokens - written, format_id, segment_blocks)
+        grown = self.capacity.growth_tokens(written + answer, format_id, 0)
+        return max(before + min(answer, self.block_tokens), kept + grown)
 
     def longest(self, budget: Budget, format_id: int, chunk: int | None, tokens: int | None = None) -> int:
         """Tokens, with the answer, of the longest request whose prompt has `tokens` tokens; None: any prompt. A

@@ -63,7 +63,7 @@ def check_reads(server, reqs: list) -> None:
         assert format_ids <= allowed, "a block is at another level than its request"
         if kept:
             steps = 2 if req.kvc.one_shot.segment_blocks else 1
-            record.check_kept(runtime.store, kept, req.history[: gap_end * P], req.kvc.prompt, steps)
+            record.check_kept(runtime.store, kept, req.history[: gap_end * P], req.kvc.one_shot.tokens, steps)
         prompt = req.full_untruncated_fill_ids
         written = n if req.kvc.decoding else n - req.kvc.probe_tokens(req.prefix_len, n, len(prompt))
         for i, block in enumerate(block_ids[gap_end : -(-written // P)], start=gap_end):

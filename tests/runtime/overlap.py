@@ -32,9 +32,9 @@ from kvc_kernels import ops
 from kvc_patches import probes, requests
 from kvc_patches import scheduler as hooks
 from sglang_kvc.adapter.allocator import KvcAllocator
+from sglang_kvc.adapter.attention_backend import KvcAttnBackend
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.cache.host_tier import HostTier
-from sglang_kvc.cache.one_shot import WINDOW
 from sglang_kvc.cache.page_ops import PageOps
 from sglang_kvc.options.request_quality import PARAMETER
 
@@ -76,6 +76,8 @@ class Overlap(ModelFreeScheduler):
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P, **tree))
         self.requests: dict[str, Req] = {}
+        self.backend = KvcAttnBackend.__new__(KvcAttnBackend)
+        self.backend.runtime, self.backend.query_heads = runtime, H
         super().__init__(pool, allocator, tree, rows=ROWS, page_size=P, chunk=chunk)
         self.policy, self.processed_tokens_counter = SchedulePolicy(order, tree, False, False, False), 0
         if runtime.config.host_memory:
@@ -201,7 +203,8 @@ class Overlap(ModelFreeScheduler):
         spans = [self._span(batch, i) for i in range(len(batch.reqs))]
         numbers = [self._computed(req, *span) for req, span in zip(batch.reqs, spans)]
         record.write(self.runtime.store, self.req_to_token_pool.req_to_token, batch.reqs, spans, numbers)
-        self._observe(batch.reqs, numbers)
+        if batch.forward_mode.is_extend():
+            self._observe(batch.reqs, numbers)
         self._note_reads(batch.reqs, spans)
         if checks:
             check_reads(self, batch.reqs)
@@ -263,15 +266,11 @@ class Overlap(ModelFreeScheduler):
         return np.concatenate((req.history[first : last - probe], req.history[len(prompt) - probe : len(prompt)]))
 
     def _observe(self, reqs: list[Req], computed: list[np.ndarray]) -> None:
-        """Records what the attention backend records of one-shot prompts."""
-        for req, numbers in zip(reqs, computed):
-            prompt = req.kvc.one_shot
-            if prompt is None or req.kvc.decoding:
-                continue
-            prompt.queries = prompt.queries or ops.LastQueries(self.runtime.store, H, WINDOW)
+        """Let the attention backend record the last queries of one-shot prompts."""
+        numbers = np.concatenate(computed)
+        for rows, queries in self.backend._last_queries([req.kvc for req in reqs], list(map(len, computed))):
             for layer in range(L):
-                rows = record.queries(numbers[-WINDOW:], layer)
-                prompt.queries.add(layer, rows, scale=0.02, logit_cap=0.0)
+                queries.add(layer, record.queries(numbers[rows], layer), scale=0.02, logit_cap=0.0)
 
     @staticmethod
     def _span(batch, i: int) -> tuple[int, int]:

@@ -241,6 +241,9 @@ def test_admission_counts_whole_uncompressed_prompt(runtime):
     kept = capacity.tokens_of_pages(budget.plan(runtime.layout, FORMATS["k4v4"], 8, new).pages)
     long = capacity.prompt_tokens(new, 40 * P, 1, chunk, budget)
     assert long == kept + P + capacity.packed_tokens(39 * P, 1) > new + P
+    # After a retraction, two blocks of the answer are part of the prefill but not of the prompt.
+    again = capacity.prompt_tokens(new + 2 * P, 38 * P, 1, chunk, budget, written=2 * P)
+    assert again == long
     limit = runtime.sizing.capacity_tokens
     assert capacity.prompt_ever_fits(limit - 1, 1, chunk) and not capacity.prompt_ever_fits(limit - 1, 1, None, budget)
     # A chunk may not draw on the reserve for answers, because it is not packed soon.

@@ -6,15 +6,19 @@ import time
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from kvc_kernels import ops
 from kvc_patches.retraction import around_release_req
 from sglang_kvc.cache.blocks import State
 
+from . import record
+from .audit import kept_blocks
 from .memory_backend import server_args
-from .model import P, ToyServer, make_runtime
+from .model import H, L, P, ToyServer, make_runtime
 from .overlap import Overlap, configured
 
 STEPS = 20  # tokens that SGLang makes room for, for each request that stays
@@ -113,6 +117,45 @@ def test_retracted_request_finds_its_blocks_behind_host_memory(tmp_path, place):
         assert list(req.output_ids) == req.answer and runtime.host_tier.loaded_blocks == 6
         assert server.processed_tokens_counter - computed < P
         tree.disk.close()
+
+
+def kept_tokens(server, req) -> list[list[int]]:
+    """The tokens that each layer and head keeps of a packed one-shot prompt, found by their keys."""
+    blocks, store = torch.tensor(kept_blocks(req)), server.runtime.store
+    want, kept = record.rows(req.history[: len(req.origin_input_ids)])[:, 0], []
+    for layer in range(L):
+        keys, _, tier = ops.load_dense(store, layer, blocks)
+        for head in range(H):
+            stored = keys[:, head].flatten(0, 1)[tier[:, head].flatten() > 0]
+            kept.append(torch.cdist(stored, want[:, layer, head]).argmin(-1).tolist())
+    return kept
+
+
+@pytest.mark.parametrize("chunk", [None, 2 * P])
+@pytest.mark.parametrize("answered", [3, P + 20])
+def test_retracted_one_shot_prompt_keeps_same_tokens(chunk, answered):
+    """The answer so far is computed again, but its queries do not rank the prompt, and its blocks are packed like those
+    of any answer."""
+    runtime = make_runtime(high="k4v4", window=0, blocks=16)
+    with configured(runtime, chunk, retract_every=10**6):
+        server = Overlap(runtime, chunk, disable=False)
+        server.submit([*range(10 * P), 1, 2, 3], [5000 + i for i in range(2 * P)], "one-shot:20x", None)
+        (req,) = server.requests.values()
+        kept = []
+        for retracted in (False, True):
+            while len(req.output_ids) < answered + 3 * retracted:
+                server.turn()
+            server.runtime.settle()
+            kept.append(kept_tokens(server, req))
+            gap, packed = req.kvc.gap, runtime.blocks.format_id[req.kvc.blocks[10:]].tolist()
+            assert gap > 0 and packed == [1] * (answered // P) + [0]
+            if not retracted:
+                server.pause()
+                assert req.kvc is None
+        assert kept[0] == kept[1]
+        while server.busy:
+            server.turn()
+        assert list(req.output_ids) == req.answer
 
 
 def test_retraction_without_prefix_cache_keeps_nothing():
