@@ -33,7 +33,7 @@ from kvc_kernels.formats import FORMATS
 
 START_TIMEOUT = 600  # a first start compiles; a shared machine is slow
 START_ATTEMPTS = 3  # another process may take a port before the server listens on it
-STOP_TIMEOUT = 20
+STOP_TIMEOUT = 10
 
 
 class ServerError(RuntimeError):
@@ -128,7 +128,7 @@ class Server:
         model: Path | str | None = None,
         env: dict[str, str] | None = None,
         port: int | None = None,
-        popen: Callable[..., subprocess.Popen] = subprocess.Popen,
+        popen: Callable[..., Any] = subprocess.Popen,
     ):
         model = model or demo_model()
         if model is None:

@@ -30,6 +30,7 @@ SERVERS = {
     "stored", "budgeted", "starved",
 }  # fmt: skip
 RANDOM = ("small", "ranks", "salted", "hosted", "stored", "starved", "unshared", "floor", "mixed")
+RANDOM += () if common.has_gpu() else ("saver",)  # tests on a GPU weigh the pool
 # Functions that write the models of servers; other servers have the demo model.
 TINY = {
     **dict.fromkeys(RANDOM, tiny_model), "replicated": partial(tiny_model, kv_heads=1), "dp": tiny_qwen3,
@@ -121,7 +122,9 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
             ],
             "2MiB", {},
         ),
-        "saver": ("k4v4", [*chunk, "--enable-memory-saver"], "512MiB", _plugin("saver_on_cpu")),
+        "saver": (
+            "k4v4", [*chunk, "--enable-memory-saver"], "512MiB" if common.has_gpu() else "8MiB", _plugin("saver_on_cpu")
+        ),
         "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], "3MiB", {}),
         "experts": ("k4v4", [*chunk, "--enable-return-routed-experts"], "2MiB", {}),
         "compiled": ("k4v4", [*chunk, "--enable-torch-compile", "--torch-compile-max-bs", "2"], "256MiB", {}),

@@ -25,7 +25,7 @@ def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
     blocks evicted by the other would compute different tokens, and both would wait for each other."""
     new = BLOCK + 8  # one block of the answer is planned, too
     trunk = tokens(rng, 4 * BLOCK)
-    prompts = [trunk[: BLOCK * rng.randint(0, 4)] + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(16)]
+    prompts = [trunk[: BLOCK * rng.randint(0, 4)] + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(10)]
     requests = [p for _ in range(2) for p in rng.sample(prompts, len(prompts))]
     answers = ranks.client.generate_many(requests, new, parallel=ROWS)
     assert [len(a.ids) for a in answers] == [new] * len(requests)
@@ -38,7 +38,7 @@ def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
 def test_ranks_expire_sessions_in_step(ranks, rng):
     """Requests exceed memory, and times to live end while others run. Ranks that evicted different blocks would wait
     for each other."""
-    prompts = [tokens(rng, rng.randint(10, 6 * BLOCK)) for _ in range(16)]
+    prompts = [tokens(rng, rng.randint(10, 6 * BLOCK)) for _ in range(10)]
     requests = [p for _ in range(2) for p in rng.sample(prompts, len(prompts))]
     options = [{"custom_params": {"kvc_ttl": rng.choice([0, 0.05, 0.3, 60]), "kvc_steps": 2}} for _ in requests]
     with ThreadPoolExecutor(ROWS) as pool:
@@ -99,7 +99,7 @@ def test_ranks_charge_one_shot_prompts_alike(replicated, rng):
     """Each rank chooses tokens by its own query heads, but the same number of pages. Requests exceed memory."""
     client, trunk = replicated.client, tokens(rng, 2 * BLOCK)
     client.flush()
-    prompts = [trunk + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(12)]
+    prompts = [trunk + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(8)]
     levels = ["one-shot:64x", "one-shot:6x", "one-shot:96", None]
     options = [{"custom_params": {"kvc": rng.choice(levels)}} for _ in prompts]
     with ThreadPoolExecutor(ROWS) as pool:

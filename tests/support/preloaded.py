@@ -1,7 +1,7 @@
 """Servers whose processes start with SGLang imported.
 
-A server is three processes and more, and each of them imports SGLang, which takes most of a test server's start. Here
-one process imports it and then only forks (the template):
+A server has three or more processes. Each of them imports SGLang, which takes most of the time that a test server needs
+to start. Here one process, the template, imports it and then only forks:
 
 * A server is a fork of the template, which runs `sglang.launch_server`.
 * A process that the server spawns is a fork of a helper, which the server forked before it ran anything. So it sees the
@@ -52,6 +52,7 @@ class Preloaded:
         self._template = subprocess.Popen(
             [sys.executable, "-m", __name__, "--kv-backend", "kvc"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True,
+            start_new_session=True,  # Ctrl-C interrupts pytest, which still needs it to stop the servers
         )  # fmt: skip
 
     def popen(self, command: list[str], *, stdout, env: dict[str, str], cwd: Path, **_) -> Forked:
@@ -67,7 +68,12 @@ class Preloaded:
 
     def close(self) -> None:
         self._template.stdin.close()
-        self._template.wait()
+        try:
+            self._template.wait(10)
+        except subprocess.TimeoutExpired:  # a fork of this process still holds the pipe
+            self._template.kill()
+            self._template.wait()
+        self._template.stdout.close()
 
 
 class Forked:
@@ -79,7 +85,10 @@ class Forked:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self._template.ask(poll=self.pid)
+            try:
+                self.returncode = self._template.ask(poll=self.pid)
+            except (OSError, RuntimeError):  # the template has ended, and this server is an orphan
+                self.returncode = None if Path(f"/proc/{self.pid}").exists() else -1
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -108,12 +117,19 @@ def template() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "poll" in request:
-            pid, status = os.waitpid(request["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+            answer = _exit_code(request["poll"])
         elif (answer := os.fork()) == 0:
             os.close(answers)
             _leave(server, **request)
         os.write(answers, json.dumps(answer).encode() + b"\n")
+
+
+def _exit_code(pid: int) -> int | None:
+    try:
+        pid, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # two threads asked
+        return -1
+    return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def _index_imports() -> None:
@@ -196,7 +212,9 @@ def _helper(requests: socket.socket) -> None:
         between = os.fork()
         if between == 0:
             if (child := os.fork()) == 0:
-                while os.getppid() != parent:
+                while (adopter := os.getppid()) != parent:
+                    if adopter == 1:
+                        os._exit(1)  # the server has ended
                     time.sleep(0.001)
                 _leave(_spawned, json.loads(data), received)
             requests.send(str(child).encode())
