@@ -4,7 +4,7 @@
 
 The load and the machine are those of `bench.agents.simulate`, but blocks take the bytes of the page layout, with all
 metadata. `floor` is a server with `--kvc-floor k2v2`, and `pages` one that also has the page size at which k2v2 blocks
-are smallest. Formats like `7x` do not exist. They shrink a block to that ratio to bf16.
+are smallest. Formats like `7x` do not exist. A block demoted to `7x` takes a seventh of its size in bf16.
 """
 
 from __future__ import annotations

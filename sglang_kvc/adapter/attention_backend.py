@@ -87,7 +87,7 @@ class KvcAttnBackend(AttentionBackend):
             self.tokens = len(snap.write_blocks)
             self.attention.plan_extend(snap)
         if self.runtime.layout.has_scores and not in_capture:
-            # Lengths on the device: copying a list there would make the host wait.
+            # SGLang already has these lengths on the device.
             self.attention.note(snap, None if snap.extend_lens_cpu is None else fb.extend_seq_lens)
 
     def _extend_snapshot(self, fb) -> Snapshot:

@@ -42,8 +42,8 @@ def budget_of(req: Any) -> Budget | None:
 
 
 def ranked_prompt(runtime: Runtime, req: Any) -> Sequence[int]:
-    """Tokens of a one-shot prompt, without the answer that its request wrote before a retraction. Chunks of a thinned
-    prompt end with the last tokens of both, so it includes that answer."""
+    """The tokens whose last queries rank a one-shot prompt: those of the prompt. If it is thinned, they include the
+    answer that its request wrote before a retraction, because chunks end with copies of the last tokens of both."""
     all_tokens, room = req.full_untruncated_fill_ids, runtime.capacity.one_shot
     thinned = room.segment_blocks(req.kvc_budget, len(all_tokens), format_id_of(runtime, req), chunk_tokens())
     return all_tokens if thinned else req.origin_input_ids

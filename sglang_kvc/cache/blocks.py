@@ -33,8 +33,8 @@ class Blocks:
       compacted only at 0, so of several sharers the one with the latest window decides.
     * `generation[b]`: rises at every free, so that a late page count is not taken for one of the block's next owner.
     * `start[b]`: position in the sequence of the block's first token.
-    * `unread[b]`: no query that counts for the policy's attention scores reads block b, up to the forward allocated
-      last, so it cannot be planned.
+    * `unread[b]`: no query that counts for the policy's attention scores has read block b, including those of the
+      forward allocated last. Such a block is not planned.
     * `num_tokens[b]`: tokens written or about to be. The tokens of a one-shot prompt are divided among its remaining
       blocks.
 

@@ -111,8 +111,8 @@ class Replanning:
         return sum(self._queue(ids, source, 1, length) for source in sources)
 
     def _queue(self, ids: list[int] | np.ndarray, from_format: int, users: int | None, length: int | np.ndarray) -> int:
-        """Queue plans for those of `ids` that are packed at `from_format`, read, in no window and used by `users`
-        sequences (None: by any number); returns how many."""
+        """Queue plans for those of `ids` that are packed at `from_format`, that counted queries have read, that lie in
+        no window and that `users` sequences use (None: any number); returns how many."""
         ids, blocks = np.asarray(ids, dtype=np.int64), self.runtime.blocks
         due = (blocks.state[ids] == State.PACKED) & (blocks.format_id[ids] == from_format)
         due &= (blocks.window_count[ids] == 0) & ~blocks.unread[ids]

@@ -180,7 +180,8 @@ class Attention:
 
     def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
         """Add this forward's queries to the query count of every block before them; `new[B]`: new tokens of each
-        request, None in a decode step. Does not wait for a GPU."""
+        request, None in a decode step. A sampling with a window counts fewer, which are uploaded. Does not wait for a
+        GPU."""
         if new is not None and self.sampling.window is not None:
             ends = snap.seq_lens_cpu
             counted = map(self.sampling.counted, ends, snap.extend_lens_cpu, snap.prompt_lens_cpu or ends)

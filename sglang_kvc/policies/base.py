@@ -126,8 +126,8 @@ class Policy:
 
     @property
     def counts_last_queries(self) -> bool:
-        """Whether only the last queries of a prompt count for attention scores, so that blocks of a prompt that is
-        aborted before them have none. Otherwise the query of a block's last token always counts."""
+        """Whether only a prompt's last queries count for attention scores. Blocks of a prompt that is aborted before
+        those queries then have no scores. Otherwise the query of a block's last token always counts."""
         return self.score_sampling is not None and self.score_sampling.window is not None
 
     @property
@@ -136,7 +136,7 @@ class Policy:
         return ()
 
     def formats(self) -> list[str]:
-        """Names of the packed formats that the block formats use, high first."""
+        """Names of the formats of planned blocks, high first. They decide the page size."""
         raise NotImplementedError
 
     def check(self, layout: PoolLayout) -> None:

@@ -21,7 +21,7 @@ from .budget import Budget, compression, token_bytes
 from .parse import parse_part
 from .scorers import SCORERS, KeyDiff, Scorer
 
-LEAST_HELD_KEY_BITS = 4  # of blocks of an incomplete prompt
+LEAST_HELD_KEY_BITS = 4  # minimum bits of the keys of an incomplete prompt
 MIN_PLANNED_SHARE = 0.75  # of their budget that planned blocks of an answer keep: dropped tokens cannot come back
 
 
@@ -148,7 +148,7 @@ class Prune(Policy):
         full = layout.block_pages(high)
         formats = [uncompressed, BlockFormat(high, low, pages=pages, exact=low is None)]
         if self.unplanned_format:
-            # Later chunks of a prompt read all of these keys. An answer's blocks compete in the format that they have.
+            # Later chunks of a prompt read these keys. With a lag, blocks of an answer compete as they were packed.
             if high.key_bits < LEAST_HELD_KEY_BITS and not self.lag:
                 held = FORMATS["k4v4"]
                 formats.append(BlockFormat(held, pages=layout.block_pages(held)))

@@ -261,8 +261,8 @@ def count_queries(
 ) -> None:
     """Update the query counts once per forward: query_counts[block] += counted queries after the block's last token.
 
-    `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, of which the last `counted[B]`
-    (`ScoreSampling.counted`) have queries that count, None in a decode step; all on the store's device. One query per
+    `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, `counted[B]`: how many of the last ones
+    have queries that count (`ScoreSampling.counted`), None in a decode step; all on the store's device. One query per
     stride is sampled and counts for all of them.
     """
     decoding = counted is None
