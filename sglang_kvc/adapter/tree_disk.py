@@ -180,7 +180,7 @@ class DiskCache(HostCache):
             ids = self.component.blocks_of(node)
             held = blocks.format_id[ids] == (self.runtime.policy.unplanned_format or -1)
             waiting = ((blocks.state[ids] == State.OPEN) | held) & (blocks.window_count[ids] > 0)
-            if waiting.any():
+            if (waiting | blocks.unread[ids]).any():
                 continue
             units = self.host_tier.units_of(ids).cumsum()
             fits = int(np.count_nonzero(units <= left))

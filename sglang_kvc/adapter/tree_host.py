@@ -143,7 +143,12 @@ class HostCache(UnifiedRadixCache):
 
     def _evict_device_leaf(self, node_id, tracker):
         if self.host_tier is not None:
-            self._split_to_fit(self.tree_core.node_by_id(node_id))
+            node = self.tree_core.node_by_id(node_id)
+            if not node.backuped and self.runtime.blocks.unread[self.component.blocks_of(node)].any():
+                # The next prompt that hits these blocks plans them, and a copy would keep their old format.
+                self._drop_subtree_no_host(node_id, tracker)
+                return None
+            self._split_to_fit(node)
         return super()._evict_device_leaf(node_id, tracker)
 
     def _split_to_fit(self, leaf) -> None:

@@ -137,8 +137,6 @@ class HostTier:
         runtime.blocks.format_id[blocks] = self.format_id[ids]
         runtime.blocks.state[blocks] = np.where(self.format_id[ids] > 0, State.PACKED, State.OPEN)
         runtime.blocks.num_tokens[blocks] = runtime.layout.block_tokens
-        unplanned = self.format_id[ids] == runtime.policy.unplanned_format
-        runtime.blocks.unread[blocks] = unplanned & runtime.policy.counts_last_queries
         runtime.ledger.set(blocks, self.pages[ids])
         loading = Loading(blocks)
         self.loaded_blocks += len(ids)

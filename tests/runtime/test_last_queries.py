@@ -9,7 +9,10 @@ import torch
 from kvc_kernels import ops
 from sglang_kvc.engine.attention import Attention, Snapshot
 
+from .audit import _nodes
 from .model import CONTEXT, H, L, P, Request, ToyServer, row
+from .test_stored_prompts import EVERYTHING, run, tokens
+from .test_stored_prompts import serve as live
 
 PRUNE = {"policy": "prune", "high": "k8v4", "keep": 0.4, "sinks": 0, "window": 0}
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3, "window": 0}
@@ -101,3 +104,28 @@ def test_prompt_plans_unread_blocks_of_aborted_prompt(options):
     got = ops.block_tiers(runtime.store, torch.tensor(req.kvc.blocks[: tokens // P]))
     assert (want != got).float().mean() < 0.02
     server.check()
+
+
+def test_stored_blocks_of_aborted_prompt_are_planned():
+    """Host memory gets no copy of unread blocks, which would stay in their format after the next prompt has planned
+    them."""
+    prompt = [*tokens(1, 6), 1, 2, 3]
+    options = {**PRUNE, "scorer": "snapkv", "chunk": 2 * P, "host": 2_000_000, "trust": "all"}
+    with live(**{name: value for name, value in options.items() if name != "window"}) as server:
+        runtime, tree = server.runtime, server.tree_cache
+        server.submit(prompt, [5], None, None)
+        ((rid, req),) = server.requests.items()
+        run(server, until=lambda: getattr(req, "kvc", None) is not None and req.kvc.shared >= 2)
+        server.abort(rid)
+        run(server)
+        assert runtime.blocks.unread.any()
+        tree.evict(EVERYTHING)
+        runtime.settle()
+        assert not runtime.host_tier.stored
+        server.submit(prompt, [5], None, None)
+        run(server)
+        tree.evict(EVERYTHING)
+        runtime.settle()
+        values = (node.component_data[tree.component.component_type].host_value for node in _nodes(tree))
+        stored = np.concatenate([tree.component.blocks_at(value) for value in values if value is not None])
+        assert len(stored) >= 6 and (runtime.host_tier.format_id[stored] == 1).all()
