@@ -25,7 +25,7 @@ def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
     blocks evicted by the other would compute different tokens, and both would wait for each other."""
     new = BLOCK + 8  # one block of the answer is planned, too
     trunk = tokens(rng, 4 * BLOCK)
-    prompts = [trunk[: BLOCK * rng.randint(0, 4)] + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(10)]
+    prompts = [trunk[: BLOCK * rng.randint(0, 4)] + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(16)]
     requests = [p for _ in range(2) for p in rng.sample(prompts, len(prompts))]
     answers = ranks.client.generate_many(requests, new, parallel=ROWS)
     assert [len(a.ids) for a in answers] == [new] * len(requests)
