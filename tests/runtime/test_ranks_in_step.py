@@ -3,7 +3,6 @@ the ends of their loads differ."""
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from collections import Counter
 from functools import partial
@@ -27,7 +26,7 @@ from .audit import _nodes
 from .model import P, make_runtime
 from .overlap import Overlap, configured
 from .test_overlap import LADDER
-from .test_starved import Peer, Starved, _finish
+from .test_starved import Peer, Starved, _finish, run_ranks
 
 TURNS = 40
 HINTS = ({}, {DONE: True}, {TTL: 0.03}, {TTL: 0.06}, {TTL: 0.12})  # the clocks advance 0.01 and 0.03 s a pass
@@ -99,13 +98,4 @@ def _expected(config) -> set[str]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_decide_alike(name):
-    fork = multiprocessing.get_context("fork")
-    ends = fork.Pipe()
-    ranks = [fork.Process(target=live, args=(i, end, name)) for i, end in enumerate(ends)]
-    for rank in ranks:
-        rank.start()
-    for end in ends:
-        end.close()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    run_ranks(live, name)

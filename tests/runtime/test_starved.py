@@ -303,6 +303,20 @@ def test_starved_servers_answer_or_refuse_every_request(name, tiers, tmp_path):
     assert not expected - seen.keys(), "these lives hold too little"
 
 
+def run_ranks(target, *args) -> None:
+    """Run `target(rank, pipe, *args)` in two processes, which the pipe connects; both must succeed."""
+    fork = multiprocessing.get_context("fork")
+    ends = fork.Pipe()
+    ranks = [fork.Process(target=target, args=(i, end, *args)) for i, end in enumerate(ends)]
+    for rank in ranks:
+        rank.start()
+    for end in ends:
+        end.close()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
 def _rank(rank: int, pipe, seed: int, options: dict, folder: Path, backend: bool) -> None:
     torch.set_num_threads(1)
     life(seed, options, folder / str(rank), Peer(pipe), backend)
@@ -313,20 +327,8 @@ def _rank(rank: int, pipe, seed: int, options: dict, folder: Path, backend: bool
 @pytest.mark.parametrize("name", ["k4v4", "leankv"])
 def test_two_ranks_with_separate_disks_stay_in_step(name, tiers, tmp_path):
     """Files of one rank are damaged, late or missing while those of the other are intact."""
-    fork = multiprocessing.get_context("fork")
     for seed in range(-(-SEEDS // 3)):
-        ends, folder = fork.Pipe(), tmp_path / str(seed)
-        ranks = [
-            fork.Process(target=_rank, args=(i, end, 500 + 1000 * seed, KINDS[name], folder, tiers == "backend"))
-            for i, end in enumerate(ends)
-        ]
-        for rank in ranks:
-            rank.start()
-        for end in ends:
-            end.close()
-        for rank in ranks:
-            rank.join()
-        assert [rank.exitcode for rank in ranks] == [0, 0]
+        run_ranks(_rank, 500 + 1000 * seed, KINDS[name], tmp_path / str(seed), tiers == "backend")
 
 
 @pytest.mark.slow

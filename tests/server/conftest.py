@@ -165,8 +165,8 @@ def _ranks() -> dict[str, str]:
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Replace the tokenizer of the demo model, which each of the three processes of a server loads for two seconds. Ids
-    above those of bytes have no text."""
+    """Replace the tokenizer of the demo model by one of bytes. Loading the former takes long in each process of a
+    server. Ids above those of bytes have no text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
