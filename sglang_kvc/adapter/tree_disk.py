@@ -178,8 +178,10 @@ class DiskCache(HostCache):
             if written_at(node) == self.runtime.cleared:
                 continue
             ids = self.component.blocks_of(node)
-            held = blocks.format_id[ids] == (self.runtime.policy.unplanned_format or -1)
-            waiting = ((blocks.state[ids] == State.OPEN) | held) & (blocks.window_count[ids] > 0)
+            unplanned = blocks.format_id[ids] == (self.runtime.policy.unplanned_format or -1)
+            waiting = ((blocks.state[ids] == State.OPEN) | unplanned) & (blocks.window_count[ids] > 0)
+            if self.runtime.replanning.lags:
+                waiting |= unplanned & (blocks.ref_count[ids] > 0)
             if (waiting | blocks.unread[ids]).any():
                 continue
             units = self.host_tier.units_of(ids).cumsum()

@@ -216,20 +216,23 @@ def test_turn_saves_only_new_nodes(tmp_path, monkeypatch):
     assert tree.host_tier.stored == 3
 
 
-def test_blocks_of_incomplete_prompts_are_not_saved(tmp_path):
-    """They are packed with all their tokens and will be planned. Another request of their prefix may end before."""
-    options = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3, "window": 0}
+@pytest.mark.parametrize("lag", [0, 256])
+def test_blocks_that_will_be_planned_are_not_saved(tmp_path, lag):
+    """Blocks of incomplete prompts, and with a lag those of a running answer, are packed with all their tokens. Another
+    request of their prefix may end before they are planned."""
+    options = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3, "window": 0, "lag": lag}
     server = ToyServer(host_memory=400_000, disk=str(tmp_path), disk_size=1 << 20, trust="all", **options)
     tree, runtime = server.tree, server.runtime
     tree.init_hicache(ONE_RANK, None)
     req = server.admit([*range(4 * P), 1])
+    server.finish(req)
     tree.back_up(req.last_node)
     assert tree.host_tier.stored == 4
     tree.evict_host(10**9)
     nodes = tree._path(tree.tree_core.node_by_id(req.last_node))
     ids = np.concatenate([tree.component.blocks_of(node) for node in nodes])
     runtime.blocks.format_id[ids] = runtime.policy.unplanned_format
-    runtime.blocks.window_count[ids] += 1
+    (runtime.blocks.ref_count if lag else runtime.blocks.window_count)[ids] += 1
     for node in nodes:
         node.kvc_written = None
     tree.back_up(req.last_node)
