@@ -36,7 +36,7 @@ UNIT_ALIGN = 4096
 SAVE_BUFFERS, LOAD_BUFFERS = 3, 2
 # Maximum bytes of a buffer, and its maximum share of the pool. A copy of 16 MiB reaches the bus's rate. Larger copies
 # are fewer, and each costs the scheduler's thread about 0.1 ms.
-BUFFER_BYTES, BUFFER_SHARE = 48 << 20, 1 / 160
+BUFFER_BYTES, BUFFER_SHARE = 56 << 20, 1 / 160
 # Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384
 

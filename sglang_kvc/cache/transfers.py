@@ -20,8 +20,8 @@ from .sizing import LOAD_BUFFERS, SAVE_BUFFERS, HostLayout
 
 # Buffers of loads that one flush launches. A launch takes the scheduler's thread 0.1 to 0.4 ms, so a long load in one
 # flush would hold up the decode steps of other requests. The limit also spreads a load over several decode steps, and
-# each is slowed less: at 48 MiB a buffer, the bus is busy for about 8 ms of a step.
-BUFFERS_PER_FLUSH = 9
+# each is slowed less: at 56 MiB a buffer, the bus is busy for about 8 ms of a step.
+BUFFERS_PER_FLUSH = 8
 
 
 @dataclass
