@@ -9,9 +9,10 @@ A request that can never be admitted is aborted, because it would block the queu
 prompts of any length, and has one limit for all levels. An answer is cut to the limit of its level, as SGLang cuts it
 to the size of its pool.
 
-A client can keep its request out of the tree: SGLang does so if `bootstrap_host` is that of its own warm-up for
+SGLang keeps a request out of the tree if it overrides embeddings, or if its `bootstrap_host` is that of the warm-up for
 disaggregated servers. A prompt of two chunks would then compute its first chunk forever, because chunks advance by the
-tokens in the tree. Disaggregated servers are refused, so the flag is reset for every request.
+tokens in the tree. The flag is therefore reset for every request. Overridden embeddings get a namespace of their own
+instead, and disaggregated servers are refused.
 """
 
 from __future__ import annotations

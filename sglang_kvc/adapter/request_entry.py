@@ -23,8 +23,10 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
     req.skip_radix_cache_insert = False
     _read_quality(runtime, req)
     unsalted = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
-    # The next turn of a session hits the blocks of an unsalted turn, so these outlive the request.
-    req.kvc_private = (unsalted and req.session is None) or req.kvc_budget is not None
+    # The next turn of a session hits the blocks of an unsalted turn, so these outlive the request. With overridden
+    # embeddings, the token ids do not determine K and V.
+    overridden = req.positional_embed_overrides is not None
+    req.kvc_private = (unsalted and req.session is None) or req.kvc_budget is not None or overridden
     if runtime.config.store_option and req.lora_id is not None:
         # KV events look for the id at the end.
         req.extra_key = f"{_lora_digest(scheduler, req.lora_id)}@{req.extra_key}"

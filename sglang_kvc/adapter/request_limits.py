@@ -79,6 +79,8 @@ def limit_request(req: Any, runtime: Runtime) -> None:
     params, prompt, budget = req.sampling_params, len(req.origin_input_ids), budget_of(req)
     if runtime.generates:
         longest = longest_request(runtime, format_id_of(runtime, req), budget, prompt)
+        if budget is not None and _needs_all_tokens(req):
+            longest = min(longest, runtime.capacity.one_shot.longest_unthinned(chunk_tokens()))
         params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
     if (why := refusal(req, runtime, budget)) is not None:
@@ -106,7 +108,7 @@ def refusal(req: Any, runtime: Runtime, budget: Budget | None) -> str | None:
             f"The prompt of {prompt} tokens does not fit into the model's context; use a prompt of up to {limit} "
             "tokens."
         )
-    if budget is not None and _reads_prompt(req):
+    if budget is not None and _needs_all_tokens(req):
         try:
             runtime.capacity.one_shot.check_read(budget, prompt, format_id, chunk_tokens())
         except ValueError as e:
@@ -114,7 +116,9 @@ def refusal(req: Any, runtime: Runtime, budget: Budget | None) -> str | None:
     return None
 
 
-def _reads_prompt(req: Any) -> bool:
-    """Whether a request's input is not tokens, or its client asks for more than the answer."""
+def _needs_all_tokens(req: Any) -> bool:
+    """Whether no chunk of a request may end with a probe: its input is not only tokens, or its client asks for more
+    than the answer."""
     scored = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    return scored or req.return_hidden_states or req.input_embeds is not None
+    inputs = req.input_embeds, req.positional_embed_overrides, req.multimodal_inputs
+    return scored or req.return_hidden_states or any(x is not None for x in inputs)

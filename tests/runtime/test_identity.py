@@ -385,7 +385,7 @@ def test_requests_of_changed_adapter_have_other_keys(monkeypatch, tmp_path, disk
     def key(adapter, salt="", lora_id="f00") -> str:
         req = SimpleNamespace(
             sampling_params=SimpleNamespace(custom_params=None), lora_id=lora_id,
-            extra_key=(salt + (lora_id or "")) or None, to_finish=True,
+            extra_key=(salt + (lora_id or "")) or None, positional_embed_overrides=None, to_finish=True,
         )  # fmt: skip
         manager = SimpleNamespace(loras={"f00": adapter})
         worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))

@@ -39,7 +39,8 @@ def queue(monkeypatch):
             facts = dict(
                 origin_input_ids=[0] * tokens, sampling_params=sampling, extra_key=None, to_finish=None, lora_id=None,
                 session=None, session_id=None, return_routed_experts=False, return_logprob=False, logprob_start_len=-1,
-                return_hidden_states=False, input_embeds=None, messages=[],
+                return_hidden_states=False, input_embeds=None, positional_embed_overrides=None,
+                multimodal_inputs=None, messages=[],
             )  # fmt: skip
             req = SimpleNamespace(**{**facts, **changes})
             req.set_finish_with_abort = req.messages.append
@@ -163,3 +164,23 @@ def test_refusal_names_longest_prompt_of_better_limit(queue):
     served, req = enter(limits["default"]), enter(limits["default"] + 1)
     assert not is_one_shot(served, budget) and not served.messages
     assert not is_one_shot(req, budget) and f"up to {limits['default']} tokens" in req.messages[0]
+
+
+@pytest.mark.parametrize("inputs", [{"multimodal_inputs": object()}, {"positional_embed_overrides": object()}])
+def test_prompts_with_images_or_embeddings_are_never_thinned(queue, inputs):
+    """Their places must match the tokens, also after a retraction, which adds the answer to the prompt."""
+    enter = queue()
+    room = enter.runtime.capacity.one_shot
+    longest = room.longest_unthinned(CHUNK)
+    served = range(longest_request(enter.runtime, 1) - 9, P, -1)
+    thinned = next(n for n in served if 0 < room.segment_blocks(DEFAULT, n, 1, CHUNK) < 8)
+    assert is_one_shot(enter(thinned))
+    by_default = enter(thinned, **inputs)
+    assert by_default.kvc_budget is None and not by_default.messages
+    (message,) = enter(thinned, {"kvc": "one-shot:16x"}, **inputs).messages
+    assert "neither images nor embeddings as input" in message and f"up to {longest} tokens" in message
+    assert message.count(". ") == 0
+    for params in (None, {"kvc": "one-shot:16x"}):
+        cut, whole = enter(longest - 5, params, **inputs), enter(longest - 5, params)
+        assert not cut.messages and cut.kvc_budget and cut.sampling_params.max_new_tokens == 4
+        assert whole.sampling_params.max_new_tokens == 9

@@ -31,7 +31,8 @@ def arriving(prompt: int, answer: int = 1, level=None) -> SimpleNamespace:
     req = SimpleNamespace(
         origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
         session=None, session_id=None, messages=[], return_routed_experts=False, return_logprob=False,
-        return_hidden_states=False, input_embeds=None,
+        return_hidden_states=False, input_embeds=None, positional_embed_overrides=None,
+        multimodal_inputs=None,
     )  # fmt: skip
     req.set_finish_with_abort = req.messages.append
     return req

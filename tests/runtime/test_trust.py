@@ -22,16 +22,16 @@ PROMPT = [*range(2 * P), 7]
 @pytest.fixture
 def serve(monkeypatch):
     """`serve(**options)` -> a server, and admit(salt, level, lora, ..), which admits a request through the queue's
-    hook."""
+    hook. `embeds`: overrides of embeddings."""
 
     def start(**options):
         server = ToyServer(**options)
         monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
 
-        def admit(salt=None, level=None, lora=None, chunk=None, session=None, cache_salt=None):
+        def admit(salt=None, level=None, lora=None, chunk=None, session=None, cache_salt=None, embeds=None):
             queued = SimpleNamespace(
                 sampling_params=SimpleNamespace(custom_params={"kvc": level} if level else None), lora_id=lora,
-                session=session, cache_salt=cache_salt,
+                session=session, cache_salt=cache_salt, positional_embed_overrides=embeds,
                 extra_key=(salt or "") + lora if lora else salt,
                 to_finish=True,  # an aborted request skips the length check
             )  # fmt: skip
@@ -96,6 +96,22 @@ def test_salt_cannot_name_private_namespace(serve):
 @pytest.mark.parametrize("options", [{"high": "k4v4"}, {"policy": "prune", "scorer": "keydiff"}])
 def test_blocks_without_evidence_are_always_shared(serve, options):
     _, admit = serve(**options)
+    assert share(admit(), admit())
+
+
+@pytest.mark.parametrize("chunk", [None, P])
+def test_overridden_embeddings_share_nothing(serve, chunk):
+    """Requests of `/v1/score` may have the same token ids and other embeddings."""
+    server, admit = serve(high="k4v4")
+    plain = admit()
+    blocks = plain.kvc.blocks[:2]
+    server.finish(plain)
+    first, second = admit(embeds=object(), chunk=chunk), admit(embeds=object(), chunk=chunk)
+    assert not share(first, second) and not {*blocks} & {*first.kvc.blocks, *second.kvc.blocks}
+    for req in (first, second):
+        server.finish(req)
+    server.check()
+    assert server.runtime.blocks.used_count == 2
     assert share(admit(), admit())
 
 
