@@ -31,6 +31,7 @@ FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "str
 # Cells of the presets that docs/policies.md recommends.
 RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "max", "fp8": FP8}
 FIXED_FORMATS = ("minikv", "mikv")  # their formats are the method
+THIN_CHUNK = 1024  # tokens of a chunk of a thinned prompt
 LONG = 28_000  # tokens of a long context; both Qwen models support 32,768
 FORMAT_CELLS = ("k8v8", "k4v2", "k2v2")
 
@@ -206,16 +207,19 @@ def refusal(name: str, identity: Identity, block: int, calibration: Path | None)
 def attempts(name: str, args, port: int) -> Iterator[list[str]]:
     """Options of the server, followed by fallbacks for a stock server that does not start, because it is the
     reference."""
-    name, _ = split_level(name)
-    # All servers share the device and have equal memory. Capturing CUDA graphs would take longer than the tasks.
-    common_options = ["--enable-fp32-lm-head", "--max-total-tokens", str(args.tokens), "--nccl-port", str(port + 1)]
+    name, level = split_level(name)
+    thins = level is not None and args.one_shot_tokens > 0
+    # All other servers have equal memory, and share the device. Capturing CUDA graphs would take longer than the tasks.
+    tokens = args.one_shot_tokens if thins else args.tokens
+    common_options = ["--enable-fp32-lm-head", "--max-total-tokens", str(tokens), "--nccl-port", str(port + 1)]
     common_options += ["--skip-server-warmup"]
     gpu = args.device == "cuda"
     if gpu:
         common_options += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
         common_options += ["--mem-fraction-static", "0.85"]  # an upper bound; --max-total-tokens is lower
         common_options += ["--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
-        common_options += ["--chunked-prefill-size", "8192"]
+    if gpu or thins:
+        common_options += ["--chunked-prefill-size", str(THIN_CHUNK if thins else 8192)]
     if name not in (STOCK, FP8):
         if needs_calibration(name):
             common_options += ["--kvc-calibration", str(args.calibration)]

@@ -42,7 +42,9 @@ from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 
 REPLY = 256  # tokens of memory for a question and its answer, in open blocks
 # Cells with different settings are not comparable.
-SETTINGS = ("model", "length", "contexts", "first", "block", "answer_tokens", "protocol")
+SETTINGS = (
+    "model", "length", "contexts", "first", "block", "answer_tokens", "protocol", "one_shot_tokens"
+)  # fmt: skip
 LIMITS = {"code": "problems", "calls": "calls"}  # task -> setting that only matters for this task
 PORTS = 21000, 32000, 16  # above bench.ports.RANGE and below the system's range for outgoing connections
 
@@ -227,6 +229,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--block", type=int, default=128)
     p.add_argument("--answer-tokens", type=int, default=7)
     p.add_argument("--protocol", choices=PROTOCOLS, default=UNSEEN, help="seen: context and question are one prompt")
+    p.add_argument("--one-shot-tokens", type=int, default=0, help="KV memory of one-shot cells, to thin prompts")
     p.add_argument("--resume", action="store_true", help="reuse the cells of the result file")
     p.add_argument("--list", action="store_true", help="only list the cells")
     p.add_argument("--out", type=Path, help="result file; default: one in bench/results/quality")
@@ -258,7 +261,8 @@ def earlier_cells(args: argparse.Namespace) -> tuple[dict[str, dict], dict[str, 
         return {}, {}
     numbers = json.loads(args.out.read_text())["numbers"]
     settings = [*SETTINGS, *(k for task, k in LIMITS.items() if task in args.tasks)]
-    if any(({"first": 0, "protocol": UNSEEN} | numbers).get(k) != getattr(args, k) for k in settings):
+    numbers = {"first": 0, "protocol": UNSEEN, "one_shot_tokens": 0} | numbers
+    if any(numbers.get(k) != getattr(args, k) for k in settings):
         return {}, {}
     raw = {name: cell for name, cell in numbers["raw"].items() if all(task in cell for task in args.tasks)}
     reference = numbers["reference"] if numbers["reference"] in raw else None
