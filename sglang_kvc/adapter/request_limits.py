@@ -78,9 +78,10 @@ def limit_request(req: Any, runtime: Runtime) -> None:
     """Abort a request that is too long for its level, or cut its answer."""
     params, prompt, budget = req.sampling_params, len(req.origin_input_ids), budget_of(req)
     if runtime.generates:
-        longest = longest_request(runtime, format_id_of(runtime, req), budget, prompt)
+        format_id = format_id_of(runtime, req)
+        longest = longest_request(runtime, format_id, budget, prompt)
         if budget is not None and _needs_all_tokens(req):
-            longest = min(longest, runtime.capacity.one_shot.longest_unthinned(chunk_tokens()))
+            longest = min(longest, runtime.capacity.one_shot.longest_whole(format_id, chunk_tokens()))
         params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
     if (why := refusal(req, runtime, budget)) is not None:

@@ -50,17 +50,15 @@ class OneShotRoom:
     def segment_blocks(self, budget: Budget, tokens: int, format_id: int, chunk: int | None) -> int | None:
         """Number of blocks that each segment of a prompt of `tokens` tokens keeps until the prompt is complete.
         UNTHINNED: the prompt is not packed before. None: it does not fit."""
-        if tokens <= self.longest_unthinned(chunk):
-            return UNTHINNED
-        if chunk is None:
-            return None
+        if chunk is None or tokens <= self.room - self.block_tokens:
+            return UNTHINNED if tokens <= self.room else None
         counts = range(SEGMENT, self._min_segment_blocks(budget, format_id) - 1, -1)
         return next((n for n in counts if tokens <= self._longest(n, format_id, chunk)), None)
 
-    def longest_unthinned(self, chunk: int | None) -> int:
-        """Tokens of the longest prompt that is uncompressed until it is complete. An answer counts as part of the
-        prompt, because a retracted request returns with both."""
-        return self.room if chunk is None else self.room - self.block_tokens
+    def longest_whole(self, format_id: int, chunk: int | None) -> int:
+        """Tokens of the longest prompt that keeps all of them until it is complete, so that its chunks have no probes.
+        A retracted request returns with its answer as part of its prompt."""
+        return self.room if chunk is None else self._longest(SEGMENT, format_id, chunk)
 
     def check_read(self, budget: Budget, tokens: int, format_id: int, chunk: int | None) -> None:
         """Refuse images and embeddings as input, and log-probabilities or hidden states of the prompt as output:
@@ -69,7 +67,7 @@ class OneShotRoom:
             raise ValueError(
                 f"A one-shot prompt of {tokens} tokens is computed in chunks that end with its last tokens, so it can "
                 f"have neither images nor embeddings as input, nor log-probabilities or hidden states of its tokens "
-                f"as output; use none of them, or a prompt of up to {self.longest_unthinned(chunk)} tokens."
+                f"as output; use none of them, or a prompt of up to {self.longest_whole(format_id, chunk)} tokens."
             )
 
     def need(

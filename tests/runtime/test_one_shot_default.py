@@ -171,9 +171,10 @@ def test_prompts_with_images_or_embeddings_are_never_thinned(queue, inputs):
     """Their places must match the tokens, also after a retraction, which adds the answer to the prompt."""
     enter = queue()
     room = enter.runtime.capacity.one_shot
-    longest = room.longest_unthinned(CHUNK)
     served = range(longest_request(enter.runtime, 1) - 9, P, -1)
-    thinned = next(n for n in served if 0 < room.segment_blocks(DEFAULT, n, 1, CHUNK) < 8)
+    whole = [room.segment_blocks(DEFAULT, n, 1, CHUNK) in (0, 8) for n in served]
+    longest, thinned = served[whole.index(True)], served[whole.index(False)]
+    assert room.segment_blocks(DEFAULT, longest, 1, CHUNK) == 8
     assert is_one_shot(enter(thinned))
     by_default = enter(thinned, **inputs)
     assert by_default.kvc_budget is None and not by_default.messages
