@@ -238,8 +238,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_observe: A[
         str | None,
         _option(
-            "Policy leankv: queries that attention scores are collected from: 'all' (default; nearly doubles the time "
-            "of a prefill), one in 16 ('all/16'), or the last N of a prompt."
+            "Policy leankv: queries that attention scores are collected from: 'all' (default; adds about half the time "
+            "of a 16K-token prefill), one in 16 ('all/16'), or the last N of a prompt."
         ),
         NS("memory"),
     ] = None
