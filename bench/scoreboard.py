@@ -6,10 +6,11 @@ The scores of all JSON files in bench/results go to bench/results/scoreboard.jso
 low, high, commands, commit, device, date, file. Figures that depend on the GPU have one name per GPU model:
 `e2e.vs_bf16` for the H200, `e2e.vs_bf16_h100` for the H100. The latest measurement on a device counts.
 
-Pages get the tables of docs/benchmarks.md between `<!-- scoreboard -->` marks, the tables of `bench.quality.report`,
-and single figures. `<!--= NAME -->1.92x<!--/-->` shows the figure NAME. A file in bench/results, a path in it and a
-format show a raw value: `<!--= e2e/serving_h100 numbers/bf16.c64/output_tok_s .0f -->1374<!--/-->`. `--check` only
-reports whether all files are up to date.
+Pages get the tables of docs/benchmarks.md between `<!-- scoreboard -->` marks, the commands of docs/reproduce.md
+between `<!-- commands -->` marks, the tables of `bench.quality.report`, and single figures.
+`<!--= NAME -->1.92x<!--/-->` shows the figure NAME. A file in bench/results, a path in it and a format show a raw
+value: `<!--= e2e/serving_h100 numbers/bf16.c64/output_tok_s .0f -->1374<!--/-->`. `--check` only reports whether all
+files are up to date.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from bench.common import RESULTS, ROOT, Score
 from bench.quality import cells
 from bench.quality.merged import merged
+from bench.tables import commands as listed
 from bench.tables import tables
 from bench.tables.questions import PRESETS
 from bench.tables.text import keyed, points_lost, short, shown
@@ -30,7 +32,7 @@ from bench.tables.text import keyed, points_lost, short, shown
 LENGTH = 2048  # tokens of the contexts whose figures are shown
 OUT = RESULTS / "scoreboard.json"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "kernels").glob("*.md")))
-MARK = "<!-- scoreboard -->"
+BLOCKS = {"<!-- scoreboard -->": tables, "<!-- commands -->": listed}  # mark -> text between two of it
 FIGURE = re.compile(r"<!--= (?P<name>\S+)(?: (?P<path>\S+) (?P<format>\S+))? -->.*?<!--/-->", re.DOTALL)
 # Preset's name of a figure -> original name.
 ALIASES = {
@@ -121,11 +123,13 @@ def _pruned_of(results: Path) -> dict[str, dict]:
 
 
 def render(page: str, board: dict[str, dict]) -> str:
-    """Page with current figures, and current tables between its two marks if it has them."""
-    if page.count(MARK) not in (0, 2):
-        raise SystemExit(f"error: a page has {page.count(MARK)} marks {MARK}; it must have 2 or none")
-    if MARK in page:
-        page = re.sub(f"{MARK}.*{MARK}", lambda _: f"{MARK}\n\n{tables(board)}\n\n{MARK}", page, flags=re.DOTALL)
+    """Page with current figures, and with current text between two marks of `BLOCKS`."""
+    for mark, make in BLOCKS.items():
+        if page.count(mark) not in (0, 2):
+            raise SystemExit(f"error: a page has {page.count(mark)} marks {mark}; it must have 2 or none")
+        if mark in page:
+            block = f"{mark}\n\n{make(board)}\n\n{mark}"
+            page = re.sub(f"{mark}.*{mark}", lambda _, block=block: block, page, flags=re.DOTALL)
     return FIGURE.sub(lambda m: m[0][: m[0].index("-->") + 3] + figure(m, board) + "<!--/-->", page)
 
 
@@ -143,9 +147,7 @@ def figure(mark: re.Match, board: dict[str, dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     from bench.quality import report

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .text import CARDS, captions, keyed_on, lines, measured, shown, spread, titled
+from .text import CARDS, captions, keyed_on, lines, measured, shown, spread, titled, worded
 
-FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "mix_256", "quota", "max")
-FORMATS += ("leankv", "kv-compress", "stock")
-TITLES = {"stock": "stock SGLang", "k4v4_half": "k4v4, half pruned", "mix": "35 % k8v4, 40 % k4v2, rest pruned",
+FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "mix_256", "quota", "max",
+           "leankv", "leankv+window=0+lag=64", "kv-compress", "stock")  # fmt: skip
+TITLES = {"stock": "stock SGLang", "k4v4_half": "k4v4, half pruned", "mix": "35% k8v4, 40% k4v2, rest pruned",
           "mix_256": "the same mix, blocks of 256 tokens"}  # fmt: skip
-TITLES["kv-compress"] = "kv-compress, 4x"
+TITLES |= {"kv-compress": "kv-compress, 4x", "leankv+window=0+lag=64": "leankv, `--kvc-window 0 --kvc-lag 64`"}
 # Scores are grouped by the part of the name before the format.
 SIZES = {
     "serve.ratio_body": "compression of packed blocks",
@@ -22,25 +22,31 @@ ANSWERS = {
     "serve.stock_agreement_gpu": "vs. stock, GPU",
     "serve.devices_agreement": "GPU vs. CPU engine",
 }
-ANSWERS_NOTE = """Each cell gives the share of tokens that agree, up to and including an answer's first difference, and
-the share of whole answers (24 or 32 tokens) that agree."""
-DECODE_NOTE = "Each cell is the speedup over the fastest stock kernel, at the worse of two shapes."
+SIZES_NOTE = """Compression is relative to bf16 keys and values without metadata. Sizes count page slack, scales, zero
+points, tables, scores and positions. A running request also has an uncompressed end. The model is SmolLM2-135M."""
+ANSWERS_NOTE = """The first figure of a cell is the share of tokens that agree, up to and including an answer's first
+difference. The second is the share of whole answers (24 or 32 tokens) that agree."""
+DECODE_NOTE = """Each cell is the speedup over the fastest stock kernel, at the worse of two shapes (64 x 8K and
+16 x 32K tokens)."""
 DECODE = {"decode.vs_bf16": "stock bf16", "decode.vs_fp8": "stock fp8"}
 
 
-def formats(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """Tables of sizes and of agreement of answers."""
-    sizes, size_notes, size_names = by_format(board, SIZES, lambda name: shown(board[name]))
+def sizes(board: dict[str, dict]) -> tuple[list[str], set[str]]:
+    """Table of sizes."""
+    table, notes, names = by_format(board, SIZES, lambda name: shown(board[name]))
+    return titled("Size", [SIZES_NOTE, "", *table, *captions(notes)] if table else []), names
 
-    def agreement(name: str) -> str:
+
+def agreement(board: dict[str, dict]) -> tuple[list[str], set[str]]:
+    """Table of the agreement of answers."""
+
+    def cell(name: str) -> str:
         answers = board.get(f"{name}.answers")
         return shown(board[name]) + (f" / {shown(answers)}" if answers else "")
 
-    answers, answer_notes, names = by_format(board, ANSWERS, agreement)
-    out = [*titled("Size", sizes), *captions(size_notes)]
-    if answers:
-        out += [*titled("Agreement of answers", [ANSWERS_NOTE, "", *answers]), *captions(answer_notes)]
-    return out, size_names | names | {f"{name}.answers" for name in names}
+    table, notes, names = by_format(board, ANSWERS, cell)
+    text = [ANSWERS_NOTE, "", *table, *captions(notes)] if table else []
+    return titled("Agreement of answers", text), names | {f"{name}.answers" for name in names}
 
 
 def decode(board: dict[str, dict]) -> tuple[list[str], set[str]]:
@@ -58,7 +64,7 @@ def decode(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     notes = []
     for title, rows in by_column.items():
         baselines = ", ".join(sorted({r["baseline"] for r in rows.values()}))
-        notes.append(f"{title} ({baselines}): {measured(list(rows.values()))}")
+        notes.append(f"{title} ({worded(baselines)}): {measured(list(rows.values()))}")
     names = {pattern.format(f) for pattern, _ in columns for f in FORMATS}
     table = titled("Decode attention", [DECODE_NOTE, "", *lines(["pages", *by_column], body)] if body else [])
     return [*table, *captions(notes)], names & set(board)
@@ -74,6 +80,9 @@ def by_format(board: dict[str, dict], columns: dict[str, str], cell) -> tuple[li
         line = [cell(f"{c}.{fmt}") if f"{c}.{fmt}" in board else "" for c in columns]
         if any(line):
             rows.append([TITLES.get(fmt, fmt), *line])
-    notes = [f"{title}: {measured([board[name] for name in used[c]])}" for c, title in columns.items()]
+    notes: dict[str, list[str]] = {}  # origin -> columns
+    for c, title in columns.items():
+        notes.setdefault(measured([board[name] for name in used[c]]), []).append(title)
     names = {name for column in used.values() for name in column}
-    return lines(["format", *columns.values()], rows), notes, names
+    joined = [f"{' and '.join(titles)}: {origin}" for origin, titles in notes.items()]
+    return lines(["format", *columns.values()], rows), joined, names

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.e2e import arms
 
-from .text import lines, short, titled
+from .text import lines, sha, short, titled, worded
 
 POINT = ".c64"
 OURS = {
@@ -24,9 +24,9 @@ LOADS = {
     "papers.longgen_text": "Qwen2.5-Coder-1.5B, prompts from a text:",
 }
 BASELINES = ("vs_bf16", "vs_fp8")
-NOTE = """64 requests with 512 prompt tokens and 8192 output tokens, in the memory of 120,000 bf16 tokens. *Running* is
-the number of requests that decode at the same time, from the server's log. Ratios are to stock servers of the same
-run. Attention decides the size of `leankv`, so random weights say little about it. n = 1."""
+NOTE = """A server gets 64 requests with 512 prompt tokens and 8192 output tokens each. It has the KV memory of 120,000
+bf16 tokens. *Running* is the number of requests that decode at the same time, from the server's log. Ratios are to
+stock servers of the same run. Attention decides the size of `leankv`, so random weights say little about it. n = 1."""
 
 
 def long_answers(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
@@ -53,9 +53,9 @@ def _rows(record: dict, prefix: str) -> list[list[str]]:
         ours = server.removeprefix("kvc_")
         stock = not server.startswith("kvc_")
         ratios = [record["scores"].get(f"{prefix}.{base}.{ours}") for base in BASELINES]
-        origin = f"{short(record['device'])} at {row.get('source', record['commit'])[:7]}"
+        origin = f"{short(record['device'])} at {sha(row.get('source', record['commit']))}"
         rows.append([
-            arms.describe(row["options"]) if stock else OURS.get(ours, f"`{ours}`"),
+            worded(arms.describe(row["options"])) if stock else OURS.get(ours, f"`{ours}`"),
             f"{row['output_tok_s']:.0f}",
             *(f"{ratio['value']:.2f}x" if ratio and not stock else "" for ratio in ratios),
             f"{row['running_median']:.0f}",

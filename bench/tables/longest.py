@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .text import lines, short, titled
+from .text import lines, sha, short, titled
 
 SERVERS = {
     "stock": "stock bf16",
@@ -23,10 +23,10 @@ COLUMNS = {
     "a tiny model in {memory}": ("longest", "longest_policies"),
     "Qwen2.5-Coder-1.5B in {memory}": ("longest_1gb",),
 }
-NOTE = """Tokens of the longest prompt that a server states as its limit and serves, and their ratio to stock bf16's.
-Formats and one-shot budgets pack a prompt chunk by chunk. `leankv` and `kv-compress` rank the tokens of a whole
-sequence, so they hold finished chunks [with all their tokens](policies.md#prompts-in-chunks) until the prompt is
-complete. Answers are not checked. n = 1."""
+NOTE = """Each cell has the tokens of the longest prompt that a server states as its limit and serves, and their ratio
+to stock bf16's. Formats and one-shot budgets pack a prompt chunk by chunk. `leankv` and `kv-compress` rank the tokens
+of a whole sequence, so they hold finished chunks [with all their tokens](policies.md#prompts-in-chunks) until the
+prompt is complete. Answers are not checked. n = 1."""
 
 
 def longest(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
@@ -49,4 +49,4 @@ def _add(columns: dict[str, dict[str, str]], title: str, record: dict) -> None:
     stock = numbers["cells"]["stock"]["tokens"]
     for server, row in numbers["cells"].items():
         text = f"{row['tokens']:,}" + ("" if server == "stock" else f", {row['tokens'] / stock:.2f}x")
-        column[server] = f"{text} ({record['commit'][:7]})"
+        column[server] = f"{text} ({sha(record['commit'])})"

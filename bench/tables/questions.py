@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from bench.quality.tasks import TITLES as QUESTIONS
 
-from .text import lines, points_lost, short, titled
+from .text import lines, points_lost, sha, short, titled
 
 PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
 MODELS = {"smollm2": "SmolLM2-135M", "qwen-0.5b": "Qwen2.5-Coder-0.5B", "qwen-1.5b": "Qwen2.5-Coder-1.5B"}
-QUALITY_NOTE = """Each cell is the change in correct answers against stock SGLang in bf16 of the same run, in points. A
-task has 104 questions (HumanEval 164, tool calls 100). Brackets hold 95 % intervals (Tango's score interval for
-independent questions; eight questions share a context). An interval that contains 0 shows no difference. *floor*:
-stock answers fewer than one question in twenty. `*`: the preset was chosen on these questions. Each cell is one greedy
-run. The weights are dequantized from 4-bit GGUF uploads ([models](quality.md#models))."""
+QUALITY_NOTE = """Each cell is the change in correct answers against stock SGLang in bf16 of the same run, in points.
+Contexts have 2048 tokens. A task has 104 questions (HumanEval 164, tool calls 100).
 
-ONE_SHOT_NOTE = """Prompts of 2048 tokens with the question inside, sent with `"kvc": "one-shot:8x"` and so on. Each
-cell is the change in correct answers of 104 against stock SGLang in bf16 of the same run, in points. The ratio is that
-of full packed blocks; a whole request is [compressed less](quality.md#one-shot-prompts). The 0.5B model answers fresh
-needles and dictionary questions here. On the first ones it loses more in the dictionary at 64x (same page)."""
-LONG_NOTE = """Contexts of 30,000 tokens, the question behind them. Each cell is the change in correct answers of 104
-against stock SGLang in bf16 of the same run, in points; KL is in nats per token."""
+* Brackets hold 95% intervals (Tango's score interval for independent questions; eight questions share a context). An
+  interval that contains 0 shows no difference.
+* *floor* means that stock answers fewer than one question in twenty.
+* `*` means that the preset was chosen on these questions.
+* KL p99 is in nats per token. Each cell is one greedy run.
+* The weights are dequantized from third-party 4-bit GGUF files ([models](quality.md#models))."""
+ONE_SHOT_NOTE = """Prompts have 2048 tokens, contain their question, and were sent with `"kvc": "one-shot:8x"` and so
+on. Each cell is the change in correct answers of 104 against stock SGLang in bf16 of the same run, in points. The ratio
+is that of full packed blocks. A whole request is [compressed less](quality.md#one-shot-prompts). The constants of the
+ranking were chosen without these needles and dictionary entries. That page also has the other questions, where the 0.5B
+model loses more of the dictionary at 64x."""
+LONG_NOTE = """Contexts have 30,000 tokens, and the question comes after them. Each cell is the change in right answers
+of 104 against stock SGLang in bf16 of the same run, in points. KL is in nats per token."""
 
 
 def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
@@ -78,5 +82,5 @@ def _row(labels: list[str], figures: list[dict | None]) -> list[list[str]]:
     if not any(figures):
         return []
     points = [f for f in figures if f and "low" in f] or [f for f in figures if f]
-    origins = dict.fromkeys(f"{short(f['device'])}, {f['commit'][:7]}" for f in points)
+    origins = dict.fromkeys(f"{short(f['device'])}, {sha(f['commit'])}" for f in points)
     return [[*labels, *(points_lost(f) if f else "" for f in figures), "; ".join(origins)]]

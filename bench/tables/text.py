@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from bench.revision import card
 
 CARDS = {"h200": "H200", "h100": "H100"}  # figures of the first one have no suffix
@@ -9,6 +12,23 @@ KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.", "pape
 ALIKE = ("agents.restart_warm_hit", "agents.corrupt_served", "agents.round_trips_equal", "agents.demoted_points",
          "agents.off_overhead")  # fmt: skip
 COUNTS = ("errors", "tests", "damaged")  # units of whole numbers
+# Commits that need SGLang 0.5.17. All others need 0.5.23.
+SGLANG_0_5_17 = {"0202c94", "035f475", "0405790", "0cdda11", "10f4e35", "15841d7", "16af457", "1896ee6", "3a9f727",
+                 "43abc81", "4a5132a", "5058eef", "56bdc97", "6fc5ee7", "82b12db", "88fefa0", "8ac1948", "9781a59",
+                 "9f87f3f", "a270797", "a6648af", "bea661c", "c2bd238", "cc5136d", "e0c98c7", "eda1195", "f61627c",
+                 "f9094e5"}  # fmt: skip
+# Names of servers in result files -> words.
+WORDS = {
+    "stock_fp8_hicache": "stock fp8 with `hicache`",
+    "stock_fp8": "stock fp8",
+    "stock_bf16": "stock bf16",
+    "fp8_e4m3": "fp8",
+    "kvc_tiers": "`k4v4`, host memory",
+    "kvc_disk": "`k4v4`, host memory and disk",
+    "kvc": "`k4v4`",
+}
+# Origin of a figure of another run, in parentheses
+ANOTHER_RUN = re.compile(r" \((?:printed line of the )?same command[^)]*\)")
 
 
 def keyed(name: str, device: str) -> str:
@@ -29,15 +49,18 @@ def bare(name: str) -> str:
 def shown(row: dict, value: float | None = None) -> str:
     """Text of a value: shares in percent, ratios with an x, points with a sign."""
     unit, value = row["unit"], row["value"] if value is None else value
-    if unit.startswith("share"):
+    if unit.startswith(("share", "of an endless cache's hit rate", "of the tokens")):
         return f"{100 * value:.1f} %"
-    if unit.startswith(("x", "time", "of stock's time")):
+    if unit.startswith(("x", "time", "of stock's time", "of the time")):
         # Close to 1, two decimals could hide on which side a value is.
         return f"{value:.{3 if abs(value - 1) < 0.02 else 2}f}x"
     if unit.startswith("points"):
         return f"{value:+.1f}"
     if unit.startswith("nats"):
         return f"{value:.2f}"
+    if unit.startswith("microseconds"):
+        return f"{value:.0f} microseconds"
+    unit = unit.replace("failed by value", "tests failed on their values")
     return f"{value:.0f} {unit}" if unit.startswith(COUNTS) else f"{value:.4g} {unit}"
 
 
@@ -61,6 +84,19 @@ def short(device: str) -> str:
     return CARDS.get(card(device), "CPU" if device.startswith("CPU") else device)
 
 
+def sha(commit: str) -> str:
+    """Short commit, with the release of SGLang if it is not the current one."""
+    return f"{commit[:7]} (SGLang 0.5.17)" if commit[:7] in SGLANG_0_5_17 else commit[:7]
+
+
+def worded(text: str) -> str:
+    """Text with the names of servers and page sizes of result files in words."""
+    text = re.sub(r"\bfa3[_ ]page[_ ]?(\d+)", lambda m: f"fa3, pages of {m[1]} token{'s'[: m[1] != '1']}", text)
+    for name, words in WORDS.items():
+        text = re.sub(rf"(?<![`\w]){name}(?![`\w])", words, text)
+    return ANOTHER_RUN.sub("", text)
+
+
 def lines(head: list[str], rows: list[list[str]]) -> list[str]:
     if not rows:
         return []
@@ -68,9 +104,16 @@ def lines(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *body, ""]
 
 
-def titled(title: str, text: list[str]) -> list[str]:
+def titled(title: str, text: list[str], level: int = 2) -> list[str]:
     """A section of the page, if it has any text."""
-    return [f"## {title}", "", *text] if text else []
+    return [f"{'#' * level} {title}", "", *text] if text else []
+
+
+def pictures(results: Path, bench: str, title: str) -> list[str]:
+    """Links to the plots of `bench.e2e.plot` of a benchmark, for each GPU model."""
+    links = [f"![{title}, {name}](../bench/results/e2e/{bench}_{card}.png)" for card, name in CARDS.items()
+             if (results / "e2e" / f"{bench}_{card}.png").exists()]  # fmt: skip
+    return [*links, ""] if links else []
 
 
 def captions(notes: list[str]) -> list[str]:
@@ -79,7 +122,7 @@ def captions(notes: list[str]) -> list[str]:
 
 def measured(rows: list[dict]) -> str:
     """Text with devices, commits and numbers of runs of figures."""
-    origins = dict.fromkeys(f"{short(r['device'])} at {r['commit'][:7]}" for r in rows)
+    origins = dict.fromkeys(f"{short(r['device'])} at {sha(r['commit'])}" for r in rows)
     counts = sorted({r["n"] for r in rows})
     n = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
     return f"{', '.join(origins)}; {n}"

@@ -8,7 +8,7 @@ import pytest
 from bench import scoreboard, tables
 from bench.common import RESULTS, ROOT, Score
 from bench.quality import cells, intervals
-from bench.tables.text import points_lost
+from bench.tables.text import SGLANG_0_5_17, points_lost, sha, worded
 
 
 def write(folder, name, device, day=1, numbers=None, **scores):
@@ -22,9 +22,9 @@ def write(folder, name, device, day=1, numbers=None, **scores):
 def test_scores_come_from_commits_of_this_repository():
     if not (ROOT / ".git").exists():
         pytest.skip("needs the repository's history")
-    for sha in {row["commit"] for row in json.loads(scoreboard.OUT.read_text()).values()}:
-        result = subprocess.run(["git", "merge-base", "--is-ancestor", sha, "HEAD"], cwd=ROOT, capture_output=True)
-        assert result.returncode == 0, f"{sha} is no ancestor of HEAD"
+    for commit in {row["commit"] for row in json.loads(scoreboard.OUT.read_text()).values()}:
+        result = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
+        assert result.returncode == 0, f"{commit} is no ancestor of HEAD"
 
 
 def test_score_names_include_device(tmp_path):
@@ -46,7 +46,47 @@ def test_rows_name_their_conditions(tmp_path):
     assert (row["n"], row["low"], row["high"]) == (3, 1.4, 1.6) and board["decode.x"]["n"] == 1
     text = tables.tables(board, tmp_path)
     assert "| 1.50x (1.40x to 1.60x) |  | stock bf16, fa3 | 3 | 1abcdef |" in text
-    assert "`one`; `two`" in text and "(`b.json`): `c`" in text
+    text = tables.commands(board)
+    assert "  one\n  two\n" in text and "[b.json](../bench/results/b.json), NVIDIA H200, 1abcdef: `decode.x`." in text
+
+
+def test_commits_of_another_sglang_release_are_named():
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs the repository's history")
+    assert sha("cc5136d0123") == "cc5136d (SGLang 0.5.17)" and sha("e92c6a50123") == "e92c6a5"
+    records = [json.loads(path.read_text()) for path in RESULTS.rglob("*.json") if path != scoreboard.OUT]
+    commits = {r["commit"][:7] for r in records if isinstance(r, dict) and "commit" in r}
+    for commit in commits:
+        show = subprocess.run(["git", "show", f"{commit}:pyproject.toml"], cwd=ROOT, capture_output=True, text=True)
+        if show.returncode == 0:
+            assert (commit in SGLANG_0_5_17) == ("sglang==0.5.17" in show.stdout), commit
+
+
+def test_checks_of_the_project_itself_have_no_row(tmp_path):
+    write(tmp_path, "a", "CPU, 2", current__sglang=(5.23, "SGLang's release 0.x as x"), serve__x=(1.0, "x"))
+    board = scoreboard.collect(tmp_path)
+    text = tables.tables(board, tmp_path)
+    assert "current.sglang" in board and "5.23" not in text and "| `serve.x` | 1.000x |" in text
+
+
+def test_units_are_words(tmp_path):
+    retried = (0.0283, "of the tokens prefilled again by 64 sessions")
+    write(tmp_path, "a", "CPU, 2", papers__retraction_recompute=retried)
+    beside = (1.06, "of the time alone, beside a load of 1.19 of a plain copy")
+    hit = (0.994, "of an endless cache's hit rate", "64 agents (same command at 35333b4 on another host)")
+    scores = {"agents__demoted_ttft_ratio": (0.9445, "of the time before"), "agents__hit_of_endless_2x": hit}
+    write(tmp_path, "b", "NVIDIA H200", agents__attention_beside_swap=beside, **scores)
+    text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert "after retractions, with host memory | 2.8 % |" in text and "| 0.94x, within noise |" in text
+    assert "| 1.06x, beside a load that takes 1.19x as long as a plain copy |" in text
+    assert "| 99.4 % |  | 64 agents | 1 |" in text
+
+
+def test_names_in_result_files_are_worded():
+    assert worded("stock fp8_e4m3: fa3_page128") == "stock fp8: fa3, pages of 128 tokens"
+    assert worded("bf16, fa3 page 1") == "bf16, fa3, pages of 1 token"
+    assert worded("stock_fp8_hicache, 56 agents") == "stock fp8 with `hicache`, 56 agents"
+    assert worded("the hit rate of kvc drops") == "the hit rate of `k4v4` drops"
 
 
 def test_every_plot_is_on_a_page():
@@ -72,8 +112,8 @@ def test_agents_are_shown_as_a_curve(tmp_path):
     (tmp_path / "e2e" / "agents_h200.png").touch()
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
     assert text.count("![") == 1 and "H200](../bench/results/e2e/agents_h200.png)" in text
-    assert "| server | 16 agents | 64 agents |" in text and "80 % of these tokens are outputs" in text
-    assert "| kvc, k4v4 |  | 50 %; 3.9; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
+    assert "| server | 16 agents | 64 agents |" in text and "80% of these tokens are outputs" in text
+    assert "| kvc, k4v4 |  | 50%; 3.9; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
 
 
 def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
@@ -82,7 +122,9 @@ def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     row |= {"computed_again": 0.25, "ramp_s": 2, "measured_s": 8}
     row |= {"tiers": {"host_saved_bytes": [0, 30 * 10**9], "host_loaded_bytes": [10**9, 6 * 10**9]}}
     common = {"tokens": 105000, "host_gb": 32, "seconds": 60.0, "time_scale": 0.5, "length_scale": 0.25, "endless": 0.9}
-    other, third = row | {"source": "run A", "tiers": {}}, row | {"source": "run B", "tiers_s": 5}
+    other = row | {"source": "same command with --ramp 240 at 7f2b2ac on another host", "tiers": {}}
+    third = row | {"source": "printed line of the same command at f376484 on another H200", "tiers_s": 5}
+    other["output_token_s_p90"] = 0.026
     third |= {"job_s_p50": 40.4, "job_s_p90": 61.6, "job_share_paused": 0.75}
     numbers = {"kvc_tiers.a8": row, "kvc.a8": other, "kvc.a16": third, "settings": common}
     numbers |= {"most_agents": {"kvc_tiers": 8, "kvc": 0}}
@@ -91,16 +133,19 @@ def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     write(tmp_path, "e2e/agent_replay_bfcl_h200", "NVIDIA H200", numbers=numbers | {"settings": dialogues})
     (tmp_path / "e2e" / "agent_replay_bfcl_h200.png").touch()
     text = tables.tables({}, tmp_path)
-    assert "Lengths are 0.25 of the recorded ones, pauses 0.5." in text
-    assert "Dialogues per session: 2." in text and "A function takes 4 s on average." in text
-    cell = "50 %; 0.1 / 0.2 s; 20 ms"
-    assert text.count(f"| kvc tiers | {cell} |  | 8 |") == 2 and text.count("![") == 1
-    assert text.count(f"| kvc | {cell} \\* | {cell} \\*\\* | < 8 |") == 2  # a mark per source; the first point missed
-    assert text.count(" \\*: run A. \\*\\*: run B.") == 2
-    figures = "150 s | 50 ms | 25.0 % | 900 | 30"  # bytes are averaged over the ramp-up, too, without `tiers_s`
-    assert text.count(f"| kvc tiers, 8 agents | {figures} |  | 3.0 / 0.5 |  |") == 2
-    assert f"| kvc, 8 agents \\* | {figures} |  |  |  |" in text
-    assert f"| kvc, 16 agents \\*\\* | {figures} | 40 / 62 s; 75 % | 6.0 / 1.0 |  |" in text
+    assert "Sessions have 25% of the recorded lengths and 50% of the recorded pauses." in text
+    assert "A session has 2 of BFCL's dialogues" in text and "A function takes 4 s on average." in text
+    assert text.count("Agents run in a closed loop") == 1 and text.count("![") == 1
+    assert text.count("| `k4v4`, host memory | 8 |\n") == 2  # the most agents
+    assert text.count("| `k4v4` | fewer than 8 |") == 2  # the first point missed
+    assert "| again | answers/h | sessions/h | session p50 / p90, s; paused | host, GB/s |\n" in text
+    times, figures = "50% | 0.1 / 0.2 / 150", "25.0% | 900 | 30"
+    # Bytes are averaged over the ramp-up, too, without `tiers_s`.
+    assert text.count(f"| `k4v4`, host memory | 8 | yes | {times} | 20 / 50 | {figures} |  | 3.0 / 0.5 |") == 2
+    assert text.count(f"| `k4v4` | 8 \\*\\* | no | {times} | 26 / 50 | {figures} |  |  |") == 2
+    assert text.count(f"| `k4v4` | 16 \\* | yes | {times} | 20 / 50 | {figures} | 40 / 62; 75% | 6.0 / 1.0 |") == 2
+    printed = "another run at f376484, printed figures without a result file"
+    assert text.count(f" \\*: {printed}. \\*\\*: another run at 7f2b2ac, with --ramp 240.</sub>") == 2
 
 
 def test_pages_show_scores_in_text(tmp_path, monkeypatch):
@@ -229,4 +274,4 @@ def test_one_shot_prompts_and_long_contexts_have_separate_tables():
     assert "| Qwen2.5-Coder-0.5B | dictionary | -8.0 [-4.0, +1.0] | -16.0 [-4.0, +1.0] | H200, abcdef0 |" in text
     assert "| model | preset | 8 needles | KL p99 | measured |" in text
     assert "| Qwen2.5-Coder-1.5B | `balanced` (k4v4) | -1.9 [-4.0, +1.0] | 0.03 | H200, abcdef0 |" in text
-    assert "`papers.oneshot" not in text.split("## Commands")[0]
+    assert "`papers.oneshot" not in text
