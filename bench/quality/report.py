@@ -1,4 +1,4 @@
-"""Tables of docs/quality.md and docs/quality-cells.md from the result files.
+"""Tables of docs/quality.md, docs/quality-research.md and docs/quality-cells.md from the result files.
 
     python -m bench.quality.report [--check]
 
@@ -20,12 +20,12 @@ from bench.quality.asking import SEEN
 from bench.quality.merged import Merged, merged
 from bench.quality.tasks import TITLES
 from bench.tables.questions import MODELS
-from bench.tables.text import points_lost, short
+from bench.tables.text import points_lost, sha, short
 from sglang_kvc.policies.presets import RECOMMENDED
 from sglang_kvc.policies.published.presets import PUBLISHED
 from sglang_kvc.policies.registry import POLICIES
 
-DOCS = (ROOT / "docs" / "quality.md", ROOT / "docs" / "quality-cells.md")
+DOCS = tuple(ROOT / "docs" / f"{name}.md" for name in ("quality", "quality-research", "quality-cells"))
 MAIN = 2048  # tokens of a context in the tables of docs/quality.md
 MAX_SHARE_GAP = 0.05  # largest difference in the kept share of tokens
 MAX_ONE_SHOT_GAP = 0.02  # the same between a press and a one-shot level, whose share depends on the model
@@ -138,7 +138,7 @@ def _cells(group: Merged, rows: dict[str, dict], points: bool = False) -> str:
 def _devices(group: Merged, names: Iterable[str]) -> str:
     """Devices and commits of the cells `names`."""
     records = [group.source[name][0] for name in names if name in group.source]
-    return ", ".join(dict.fromkeys(f"{short(r['device'])} at {r['commit'][:7]}" for r in records))
+    return ", ".join(dict.fromkeys(f"{short(r['device'])} at {sha(r['commit'])}" for r in records))
 
 
 def presets(length: int = MAIN) -> str:
