@@ -1,4 +1,4 @@
-"""Tables of points against stock bf16 of the same run, with 95 % intervals. The row of stock has its right answers.
+"""Tables of points against stock bf16 of the same run, with 95% intervals. The row of stock has its right answers.
 
 `bench.quality.report` renders them.
 """
@@ -42,7 +42,7 @@ def points(row: dict, task: str) -> str:
     if task not in row:
         return ""
     marks = row[task]
-    return points_lost(cells.delta(marks).to_dict()) if "right_to_wrong" in marks else f"{100 * marks['em']:.1f} %"
+    return points_lost(cells.delta(marks).to_dict()) if "right_to_wrong" in marks else f"{100 * marks['em']:.1f}%"
 
 
 def leankv_later() -> str:
@@ -61,7 +61,7 @@ def _leankv(kind: str, titles: dict[str, str], *, kl: bool) -> str:
         found = _cells(f"{kind}_{model}_{LENGTH}_leankv")
         for cell, title in titles.items():
             if (row := found.get(cell)) is not None:
-                sizes = [f"{row['ratio_body']:.2f}x", f"{100 * row['kept']:.0f} %"]
+                sizes = [f"{row['ratio_body']:.2f}x", f"{100 * row['kept']:.0f}%"]
                 marks = [points(row, task) for task in TASKS]
                 rows.append([MODELS[model], title, *sizes, *marks, *([_kl(row)] if kl else [])])
     head = ["model", "cell (alpha high, low)", "compression", "tokens kept", "8 needles", "dictionary"]

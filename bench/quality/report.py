@@ -51,9 +51,7 @@ def numbers(path: str) -> dict | None:
 def groups(length: int | None = None, *, others: bool = False) -> list[Merged]:
     """Merged server results by model, for contexts of `length` tokens (default: all lengths). `others`: also for
     contexts other than the first ones."""
-    return [
-        g for g in merged(RESULTS / "quality") if length in (None, g.length) and (others or not g.first)
-    ]
+    return [g for g in merged(RESULTS / "quality") if length in (None, g.length) and (others or not g.first)]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -96,7 +94,7 @@ def formats() -> str:
 def _policy_row(name: str, r: dict, tasks: list[str], free: list[str], first: int | None) -> list[str]:
     """Row of a cell. `first`: None for shares of right answers; the number of the first context for points against
     stock of the same run, with interval."""
-    out = [f"`{name}`", f"{r['ratio_body']:.2f}x", f"{r['ratio']:.2f}x", f"{100 * r['kept']:.0f} %"]
+    out = [f"`{name}`", f"{r['ratio_body']:.2f}x", f"{r['ratio']:.2f}x", f"{100 * r['kept']:.0f}%"]
     for task in tasks:
         t = r.get(task)
         if t is None:
@@ -106,7 +104,7 @@ def _policy_row(name: str, r: dict, tasks: list[str], free: list[str], first: in
         if first is not None and flips:
             out.append(points_lost(cells.delta(t, cells.chosen_on(name, task, first)).to_dict()) + flips)
         else:
-            out.append(f"{100 * t['em']:.1f} %{flips}")
+            out.append(f"{100 * t['em']:.1f}%{flips}")
     out += [f"{r[t]['length_ratio']:.2f}x" if "length_ratio" in r.get(t, {}) else "" for t in free]
     delta, kl = r.get("nll", {}).get("delta"), r.get("kl")
     out.append(f"{delta:+.3f}" if delta is not None else "")
@@ -195,7 +193,7 @@ def papers() -> str:
                 result = findings.compare(group, better, other)
                 if result is None:
                     continue
-                shares = [f"{100 * a:.1f} / {100 * b:.1f} %" for a, b in result["shares"]]
+                shares = [f"{100 * a:.1f}% / {100 * b:.1f}%" for a, b in result["shares"]]
                 p = f"+{result['wins']} -{result['losses']}, p = {result['p']:.2g}"
                 equal = other == cells.STOCK and result["p"] >= findings.SIGNIFICANCE
                 verdict = "holds" if equal else findings.verdict(result)
@@ -219,7 +217,7 @@ def kvpress() -> str:
         scope = settings["scope"] if press != "full" else ""
         cell = _matching_cell(group, press, r["kept"])
         comparison = _comparison(group, cell, r) if group and cell else ["", ""]
-        row = [MODELS[settings["model"]], f"{settings['length']}", name, scope, f"{100 * r['kept']:.0f} %"]
+        row = [MODELS[settings["model"]], f"{settings['length']}", name, scope, f"{100 * r['kept']:.0f}%"]
         rows.append([*row, str(r["niah"]["of"]), _marks(r), *comparison])
     head = ["model", "tokens", "press", "scope", "kept", "questions", "needles / dictionary", "here (kept)"]
     head.append("sign test")
@@ -246,14 +244,14 @@ def one_shot() -> str:
         presses = [r for r in json.loads(file.read_text())["rows"] if not r.get("error")]
         for cell in sorted(ours["cells"], key=lambda c: ours["cells"][c]["ratio_body"]):
             kept = ours["cells"][cell]["kept"]
-            share = "" if cell == cells.STOCK else f"{100 * kept:.0f} %"
+            share = "" if cell == cells.STOCK else f"{100 * kept:.0f}%"
             answers = {task: _flat(ours["raw"][cell][task]) for task in findings.TASKS}
             rows.append([title, f"`{cell}`", share, _marks(ours["cells"][cell]), ""])
             for r in presses:
                 if abs(r["keep"] - kept) < MAX_ONE_SHOT_GAP:
                     wins, losses = _wins_and_losses(answers, r)
                     test = f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"
-                    share = "" if r["keep"] == 1 else f"{100 * r['keep']:.0f} %"
+                    share = "" if r["keep"] == 1 else f"{100 * r['keep']:.0f}%"
                     of, complete = r["niah"]["of"], ours["cells"][cell]["niah"]["of"]
                     marks = _marks(r) + (f" of {of} questions" if of < complete else "")
                     rows.append([title, f"kvpress `{r['press']}`", share, marks, test])
@@ -300,7 +298,7 @@ def _comparison(group: Merged, cell: str, press: dict) -> list[str]:
     """Marks of our cell, and the sign test over common questions."""
     row = group.rows[cell]
     wins, losses = _wins_and_losses({task: group.answers(cell, task) for task in findings.TASKS}, press)
-    kept = "" if cell == cells.STOCK else f" ({100 * row['kept']:.0f} %)"
+    kept = "" if cell == cells.STOCK else f" ({100 * row['kept']:.0f}%)"
     return [_marks(row) + kept, f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"]
 
 

@@ -50,7 +50,7 @@ def shown(row: dict, value: float | None = None) -> str:
     """Text of a value: shares in percent, ratios with an x, points with a sign."""
     unit, value = row["unit"], row["value"] if value is None else value
     if unit.startswith(("share", "of an endless cache's hit rate", "of the tokens")):
-        return f"{100 * value:.1f} %"
+        return f"{100 * value:.1f}%"
     if unit.startswith(("x", "time", "of stock's time", "of the time")):
         # Close to 1, two decimals could hide on which side a value is.
         return f"{value:.{3 if abs(value - 1) < 0.02 else 2}f}x"

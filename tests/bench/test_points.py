@@ -23,7 +23,7 @@ def results(tmp_path, monkeypatch):
 
 
 def test_stock_has_answers_and_others_have_points():
-    assert points.points(STOCK, "niah") == "90.0 %" and points.points(STOCK, "kv") == ""
+    assert points.points(STOCK, "niah") == "90.0%" and points.points(STOCK, "kv") == ""
     text = points.points(CELL, "niah")
     low, high = (float(x) for x in text[text.index("[") + 1 : -1].split(", "))
     assert text.startswith("-10.0 [") and low < -10 < high < 0
@@ -33,8 +33,8 @@ def test_leankv_tables_leave_out_missing_cells(results):
     for model in ("qwen-0.5b", "qwen-1.5b"):
         results(f"policies_{model}_2048_leankv", stock=STOCK, leankv=CELL)
     rows = points.leankv_later().splitlines()[2:]
-    assert len(rows) == 4 and rows[0] == "| Qwen2.5-Coder-0.5B | stock bf16 | 1.00x | 100 % | 90.0 % |  |  |"
-    assert rows[1].startswith("| Qwen2.5-Coder-0.5B | `leankv` (1, 0.02) | 3.64x | 50 % | -10.0 [")
+    assert len(rows) == 4 and rows[0] == "| Qwen2.5-Coder-0.5B | stock bf16 | 1.00x | 100% | 90.0% |  |  |"
+    assert rows[1].startswith("| Qwen2.5-Coder-0.5B | `leankv` (1, 0.02) | 3.64x | 50% | -10.0 [")
     assert rows[1].endswith("|  | 0.0071 |")
 
 
@@ -54,6 +54,6 @@ def test_longer_ruler_has_only_cells_that_ran(results):
     results("policies_qwen-1.5b_8000_ruler", stock=stock, k4v4=cell, k4v2=cell)
     results("policies_qwen-1.5b_16000_ruler", stock=stock, k4v4=cell)
     rows = points.longer_ruler().splitlines()[2:]
-    assert rows[0] == "| stock bf16 | 80.0 % | 80.0 % | 80.0 % | 80.0 % |"
+    assert rows[0] == "| stock bf16 | 80.0% | 80.0% | 80.0% | 80.0% |"
     assert [row.split("|")[1].strip() for row in rows] == ["stock bf16", "`balanced` (k4v4)", "`k4v2`"]
     assert rows[2].endswith("|  |  |") and rows[2].count("-10.0 [") == 2

@@ -77,9 +77,9 @@ def test_units_are_words(tmp_path):
     scores = {"agents__demoted_ttft_ratio": (0.9445, "of the time before"), "agents__hit_of_endless_2x": hit}
     write(tmp_path, "b", "NVIDIA H200", agents__attention_beside_swap=beside, **scores)
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
-    assert "after retractions, with host memory | 2.8 % |" in text and "| 0.94x, within noise |" in text
+    assert "after retractions, with host memory | 2.8% |" in text and "| 0.94x, within noise |" in text
     assert "| 1.06x, beside a load that takes 1.19x as long as a plain copy |" in text
-    assert "| 99.4 % |  | 64 agents | 1 |" in text
+    assert "| 99.4% |  | 64 agents | 1 |" in text
 
 
 def test_names_in_result_files_are_worded():
@@ -154,7 +154,7 @@ def test_pages_show_scores_in_text(tmp_path, monkeypatch):
     monkeypatch.setattr(scoreboard, "RESULTS", tmp_path)
     page = "so <!--= serve.x -->old<!--/--> and <!--= a numbers/a~1b/0/speed .0f --><!--/-->."
     shown = scoreboard.render(page, board)
-    assert shown == "so <!--= serve.x -->25.0 %<!--/--> and <!--= a numbers/a~1b/0/speed .0f -->1234<!--/-->."
+    assert shown == "so <!--= serve.x -->25.0%<!--/--> and <!--= a numbers/a~1b/0/speed .0f -->1234<!--/-->."
     assert scoreboard.render(shown, board) == shown
     with pytest.raises(SystemExit, match=r"shows serve\.y, which no result file has"):
         scoreboard.render("<!--= serve.y --><!--/-->", board)

@@ -264,7 +264,7 @@ def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):
     (tmp_path / "quality" / "policies_x.json").write_text(json.dumps(record))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert "| HumanEval (3) | HumanEval, length |" in report.everything()
-    assert "33.3 % (-1 +0) | 1.50x |" in report.everything() and "CPU at 0123456:" in report.everything()
+    assert "33.3% (-1 +0) | 1.50x |" in report.everything() and "CPU at 0123456:" in report.everything()
 
 
 def test_cells_without_requested_task_are_measured_again(tmp_path):
@@ -299,6 +299,6 @@ def test_presses_are_shown_beside_one_shot_level_of_same_size(tmp_path, monkeypa
     (tmp_path / "quality" / "kvpress_qwen-0.5b_2048_seen.json").write_text(json.dumps(record))
     lines = report.one_shot().splitlines()[2:]
     assert len(lines) == 5 and report.kvpress() == ""
-    assert "`k4v4@one-shot:8x` | 43 % | 100.0 / 100.0 |" in lines[1]
-    assert "kvpress `snapkv` | 43 % | 50.0 / 100.0 | +1 -0, p = 1 |" in lines[2]
-    assert "kvpress `h2o` | 42 % | 100.0 / 100.0 of 1 questions |" in lines[3]
+    assert "`k4v4@one-shot:8x` | 43% | 100.0 / 100.0 |" in lines[1]
+    assert "kvpress `snapkv` | 43% | 50.0 / 100.0 | +1 -0, p = 1 |" in lines[2]
+    assert "kvpress `h2o` | 42% | 100.0 / 100.0 of 1 questions |" in lines[3]
