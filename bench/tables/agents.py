@@ -70,11 +70,12 @@ def _most(records: dict[str, dict]) -> list[str]:
     curves = {card: points(record["numbers"], "a") for card, record in records.items()}
 
     def cell(card: str, server: str) -> str:
-        """The most agents; below the first point if that one misses a target."""
+        """The most agents; below the first point if that one misses a target, and a bound if no point misses one."""
         if server not in most[card]:
             return ""
-        first = min((n for n, rows in curves[card].items() if server in rows), default=0)
-        return str(most[card][server] or f"fewer than {first}")
+        measured = {n: rows[server] for n, rows in curves[card].items() if server in rows}
+        bound = "at least " if all(meets_targets(row) for row in measured.values()) else ""
+        return f"{bound}{most[card][server]}" if most[card][server] else f"fewer than {min(measured)}"
 
     servers = dict.fromkeys(server for curve in curves.values() for rows in curve.values() for server in rows)
     rows = [[worded(server), *(cell(card, server) for card in records)] for server in servers]

@@ -136,7 +136,7 @@ def _tables(groups: dict[str, dict[str, str]], names: list[str], head: list[str]
 def _on_cards(board: dict[str, dict], name: str) -> list[str]:
     rows = [board.get(keyed_on(name, card)) for card in CARDS]
     known, remark = [r for r in rows if r], f", {REMARKS[name]}" if name in REMARKS else ""
-    values = [f"{spread(r)}{_beside(r)}{remark}" if r else "" for r in rows]
+    values = [f"{_bound(r)}{spread(r)}{_beside(r)}{remark}" if r else "" for r in rows]
     baselines = list(dict.fromkeys(worded(r["baseline"]) for r in known))
     if len(baselines) > 1:
         baselines = [f"{short(r['device'])}: {worded(r['baseline'])}" for r in known]
@@ -146,6 +146,10 @@ def _on_cards(board: dict[str, dict], name: str) -> list[str]:
 
 def _on_one(row: dict) -> list[str]:
     return [spread(row), short(row["device"]), worded(row["baseline"]), str(row["n"]), sha(row["commit"])]
+
+
+def _bound(row: dict) -> str:
+    return "at least " if row["unit"].endswith(", at least") else ""
 
 
 def _beside(row: dict) -> str:
