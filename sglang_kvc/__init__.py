@@ -2,8 +2,8 @@
 
 * `errors.py`: `ConfigError`, and helpers for error messages.
 * `calibration/`: calibration files and the fingerprint of a model; `measure/` is `sglang-kvc calibrate`.
-* `policies/`: compression policies; `scorers/` has one file per scorer, `published/` has methods of papers.
-* `cache/`: CPU records of the compressed cache, and the runtime that owns them. Imports neither SGLang nor Triton.
+* `policies/`: compression policies; see there for `scorers/` and `published/`.
+* `cache/`: scheduler state of the compressed cache, and the runtime that owns them. Imports neither SGLang nor Triton.
 * `options/`: server options, their checks and refusals, request quality.
 * `engine/`: attention over the page store, and warm-up.
 * `stats/`: statistics, the head map, `sglang-kvc inspect`.

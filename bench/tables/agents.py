@@ -22,7 +22,7 @@ row is one server with one number of agents. All servers have the same KV memory
 * *Within targets* says whether the 90th percentiles are at most 2 s to the first token and 25 ms per output token. The
   first table of a workload has the most agents before the first point that misses one.
 * *Cache hits* is the share of prompt tokens that come from the prefix cache. *Again* is the share that is computed a
-  second time. An endless cache never evicts. Its share covers the tokens of all sessions, while a point covers some
+  second time. An infinite cache never evicts. Its share covers the tokens of all sessions, while a point covers some
   sessions.
 * *Sessions/h* counts sessions that end in the measured window. An agent's first session counts from the step at which
   the agent starts, so long sessions are rare. *Session* has the seconds of these sessions and the share of them that
@@ -102,7 +102,7 @@ def _replayed(record: dict, card_name: str) -> list[str]:
         )
     text = (
         f"One {card_name} has KV memory for {settings['tokens']:,} bf16 tokens and {settings['host_gb']} GB of host "
-        f"memory. {workload} An endless cache finds {100 * settings['endless']:.0f}% of the tokens. Each point covers "
+        f"memory. {workload} An infinite cache finds {100 * settings['endless']:.0f}% of the tokens. Each point covers "
         f"{settings['seconds']:g} s after the ramp-up."
     )
     rows = [_point(server, n, curve[n][server], marks)

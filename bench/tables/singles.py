@@ -32,14 +32,13 @@ SPEED = {
         "agents.vs_fp8": "recorded coding agents within the targets, vs. stock fp8",
         "agents.vs_fp8_hicache": "recorded coding agents within the targets, vs. stock fp8 with `hicache`",
         "agents.tiers_vs_static": "recorded coding agents within the targets, vs. `k4v4` without host memory",
-        "agents.hit_of_endless_2x": "prefix-cache hit rate with host memory at twice the [knee](agents.md#measured), "
-        "share of an endless cache's",
+        "agents.hit_of_endless_2x": "prefix-cache hit rate with host memory at twice the agents that it holds without, "
+        "share of an infinite cache's",
         "agents.bfcl.vs_bf16": "agents in BFCL's dialogues within the targets, vs. stock bf16",
         "agents.bfcl.vs_fp8": "agents in BFCL's dialogues within the targets, vs. stock fp8",
         "agents.bfcl.vs_fp8_hicache": "agents in BFCL's dialogues within the targets, vs. stock fp8 with `hicache`",
         "agents.bfcl.tiers_vs_static": "agents in BFCL's dialogues within the targets, vs. `k4v4` without host memory",
-        "agents.bfcl.hit_of_endless_2x": "prefix-cache hit rate of these agents at twice the knee, share of an endless "
-        "cache's",
+        "agents.bfcl.hit_of_endless_2x": "the same for agents in BFCL's dialogues",
         "agents.demoted_ttft_ratio": "median TTFT of demoted k8v4 contexts, vs. before demotion",
         "agents.swap_in_alone_of_pcie": "time of a prefix of 100K tokens from host memory while nothing else runs",
         "agents.swap_out_of_pcie": "time of a prefix of 100K tokens to host memory",

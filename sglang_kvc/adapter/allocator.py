@@ -1,4 +1,4 @@
-"""Token-to-KV allocator over blocks: slots are computed from CPU records, without a sync."""
+"""Token-to-KV allocator over blocks: slots are computed from the scheduler state, without a sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU records of all blocks: free ids, state, and the number of requests and windows over each."""
+"""Scheduler state of all blocks: free ids, state, and the number of requests and windows over each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host tier: CPU records of blocks in host memory, and of blocks being copied."""
+"""Host tier: scheduler state of blocks in host memory, and of blocks being copied."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ModelFacts:
 
 def from_model_config(mc: Any) -> ModelFacts:
     """Facts that the model's config file shows, before any weight is read."""
-    # Late: only servers need SGLang, and the CPU records must be importable without it.
+    # Late: only servers need SGLang, and the scheduler state must be importable without it.
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import (
         AttentionArch,

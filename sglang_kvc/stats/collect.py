@@ -65,7 +65,7 @@ def packed_tokens(runtime: Runtime) -> PackedTokens:
 
 
 def measure(runtime: Runtime, *, detail: bool) -> KvcStats:
-    """Statistics from the CPU records. `detail` also reads token counts, which on a GPU waits for the device."""
+    """Statistics from the scheduler state. `detail` also reads token counts, which on a GPU waits for the device."""
     return _stats(runtime, packed_tokens(runtime) if detail or not runtime.store.on_gpu else None)
 
 

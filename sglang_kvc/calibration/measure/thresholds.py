@@ -5,8 +5,9 @@ scores from the prompt's later queries, as the policy `leankv` does. The rest is
 predictions are compared with those after the exact prompt. alpha_high is the largest of 1 .. 5 whose mean KL, with
 nothing pruned, is at most `LOSS`, the limit for a format to be ok. With it, alpha_low is the largest of 0.02 and 0.04
 that adds at most `PRUNING_LOSS`. This limit is small, because predictions hardly show a missing token until it is
-needed. For the same reason larger values are not tried: with 0.1, which passes, answers are lost (docs/quality.md). If
-no value qualifies, the threshold is 0: no low tier, or no token pruned. `answers.py` chooses by answers instead.
+needed. For the same reason larger values are not tried: with 0.1, which passes, answers are lost
+(docs/quality-research.md). If no value qualifies, the threshold is 0: no low tier, or no token pruned. `answers.py`
+chooses by answers instead.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class LeanKV(Policy):
         return uncompressed, BlockFormat(high, low, pages=pages, exact=False), unplanned
 
     def assumed_block_ratio(self, layout: PoolLayout) -> float:
-        # As if every token were low, times a factor for pruned tokens. That suffices for all rows of docs/quality.md,
-        # with thresholds up to 0.1, because kept tokens are partly high.
+        # As if every token were low, times a factor for pruned tokens. That suffices for all rows of
+        # docs/quality-research.md, with thresholds up to 0.1, because kept tokens are partly high.
         return layout.block_pages_bf16 / layout.block_pages(FORMATS[self.low]) * (1 + 3 * self.alpha_low)
 
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
