@@ -4,6 +4,8 @@ SGLang continues a partly prefilled prompt even if no memory is free, and a fail
 others decode or loads are under way, returning the request unchanged parks it for a step, together with all later
 prompts (SGLang does so for hybrid models). Finished or retracted requests and finished loads then make room.
 
+With `--kvc-running-share`, a prompt that needs an eviction waits while running requests hold more than that share.
+
 With `--enable-mixed-chunk` the decode step of the running requests joins each prefill, and SGLang does not check its
 memory. A pass therefore leaves the blocks of that step free.
 """
@@ -51,6 +53,7 @@ def around_init(
         from sglang_kvc.adapter.admission import reserve_decode_step
 
         reserve_decode_step(self, runtime, running_batch, mixed)
+    self.kvc_running_offset = self.memory_budget.total_offset
 
 
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
@@ -64,6 +67,8 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
         return orig(self, req, has_chunked_req, truncation_align_size)
     if runtime.released:
         return AddReqResult.OTHER
+    if admission.waits_for_running(self, runtime, req):
+        return AddReqResult.NO_TOKEN
     if runtime.host_tier is not None and (wait := admission.wait_for_blocks(self, req)) is not None:
         return wait
     credit = admission.prompt_credit(self, runtime, req)

@@ -77,6 +77,27 @@ def _rest_of_chunked(adder: Any, runtime: Runtime) -> float:
     return runtime.capacity.rest_tokens(req.kvc, rest, answer, format_id_of(runtime, req), chunk_tokens())
 
 
+def waits_for_running(adder: Any, runtime: Runtime, req: Any) -> bool:
+    """Whether a prompt waits until running requests end, because of `--kvc-running-share`: it needs an eviction, and
+    with it they would hold more than that share of the memory.
+
+    Decode steps stall while prompts are computed, so requests that compute much run for long, and hold memory that
+    evicted sessions need when they return. A prompt whose blocks are being loaded has passed before."""
+    share, running = runtime.config.running_share, adder.running_batch
+    if share == 1 or getattr(req, "kvc_waits_for", None) is not None:
+        return False
+    if not adder.can_run_list and (running is None or running.is_empty()):
+        return False
+    need, capacity = prompt_need(adder, runtime, req), runtime.capacity
+    claimed = adder.memory_budget.total_offset - adder.kvc_running_offset
+    if need is None or need + claimed <= capacity.available_tokens():
+        return False
+    if budget_of(req) is None:  # `need` also has the chunks that are uncompressed at a time
+        new, answer = _uncompressed(req)
+        need = capacity.growth_tokens(new + answer * adder.new_token_ratio, format_id_of(runtime, req), 0)
+    return capacity.crowds(share, need, adder.tree_cache.path_blocks(req.last_node), claimed)
+
+
 def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:
     """Tokens that a prompt with its answer needs less when packed than uncompressed; None if it cannot be staged in
     this prefill."""

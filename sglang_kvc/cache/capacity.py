@@ -245,6 +245,13 @@ class Capacity:
         others = list(admitted)
         return not others or sum(others) + staged <= self.sizing.staged_tokens
 
+    def crowds(self, share: float, need: float, hits: np.ndarray, claimed: float = 0) -> bool:
+        """Whether running requests would hold more than `share` of the memory with a prompt that takes `need` tokens
+        and uses the cached blocks `hits` (int64). `claimed`: tokens that other prompts of the same pass take."""
+        idle = hits[self.ledger.idle[hits]]
+        pages = self.ledger.limit - self.ledger.reachable + int(self.ledger.charge[idle].sum())
+        return self.tokens_of_pages(pages) + claimed + need > share * self.tokens_of_pages(self.ledger.limit)
+
     # ---- eviction, refusal
 
     @contextlib.contextmanager

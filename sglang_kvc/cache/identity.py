@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Settings that decide where blocks are kept, for how long and for whom. The calibration file counts by its content.
 NO_EFFECT = {
     "memory", "host_memory", "disk", "disk_size", "storage", "eviction", "trust", "allow_lossless", "allow_one_shot",
-    "one_shot", "calibration",
+    "one_shot", "calibration", "running_share",
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ def check_conflicts(args: Any, config: KvcConfig) -> None:
             f"cache; drop one of them."
         )
     check_eviction(config, args)
+    check_running_share(config, args)
     check_hierarchical(config, args)
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
@@ -49,6 +50,15 @@ def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
         raise ConfigError(
             f"--kvc-memory of {config.memory / 1e9:.1f} GB is more than the device has ({device_bytes / 1e9:.1f} GB); "
             f"choose a smaller size, or drop the option to have it chosen."
+        )
+
+
+def check_running_share(config: KvcConfig, args: Any) -> None:
+    """Refuse a limit for the sake of cached sessions on a server that caches none."""
+    if config.running_share < 1 and args.disable_radix_cache:
+        raise ConfigError(
+            "--kvc-running-share has no effect with --disable-radix-cache, because no session stays cached; drop one "
+            "of them."
         )
 
 

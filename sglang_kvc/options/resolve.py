@@ -152,7 +152,7 @@ def parse_bytes(name: str, text: str | int) -> int:
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("window", "lag", "block_size", "page_bytes", "sinks"), _integer),
-    **dict.fromkeys(("keep", "alpha_high", "alpha_low"), _number),
+    **dict.fromkeys(("keep", "alpha_high", "alpha_low", "running_share"), _number),
     **dict.fromkeys(("allow_lossless", "allow_one_shot"), _truth),
     "levels": _names,
     **dict.fromkeys(("memory", "host_memory", "disk_size"), parse_bytes),

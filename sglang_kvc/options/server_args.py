@@ -282,6 +282,15 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         NS("memory"),
     ] = None
 
+    kvc_running_share: A[
+        float | None,
+        _option(
+            "Share of the KV cache that running requests may hold when another prompt needs an eviction, like 0.5. The "
+            "prompt then waits, so that the sessions of paused agents stay cached. Default: 1, no limit."
+        ),
+        NS("memory"),
+    ] = None
+
     kvc_disk: A[
         str | None,
         _option(

@@ -19,6 +19,7 @@ from sglang_kvc.options.conflicts import (
     check_host_size,
     check_memory,
     check_memory_saver,
+    check_running_share,
     check_storage,
     host_memory_of,
     ranks_per_host,
@@ -251,6 +252,15 @@ def test_host_memory_of_all_ranks_must_fit(stock):
     with pytest.raises(ConfigError) as e:
         check_host_size(config, 8, 500e9)
     assert "64 GB on each of 8 ranks" in one_sentence(str(e.value)) and "--kvc-host-memory" in str(e.value)
+
+
+def test_running_share_needs_prefix_cache():
+    for cached in (True, False):
+        check_running_share(KvcConfig(), SimpleNamespace(disable_radix_cache=not cached))
+    check_running_share(KvcConfig(running_share=0.5), SimpleNamespace(disable_radix_cache=False))
+    with pytest.raises(ConfigError) as e:
+        check_running_share(KvcConfig(running_share=0.5), SimpleNamespace(disable_radix_cache=True))
+    assert "--kvc-running-share" in one_sentence(str(e.value))
 
 
 @pytest.mark.parametrize("changes", [{"disable_radix_cache": True}, {"radix_eviction_policy": "slru"}])

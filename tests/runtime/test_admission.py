@@ -114,6 +114,33 @@ def test_prompt_waits_for_open_blocks_of_window():
     assert around_running_offset(lambda self, req: 10 * P, chosen, running) == (6 + 4 * ratio) * P
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
+def test_prompt_that_needs_eviction_waits_for_running_requests(share):
+    """Running requests hold a quarter of the memory. A prompt of ten blocks needs an eviction, and takes another fifth
+    when it is packed."""
+    server = ToyServer(high="k4v4", window=0, running_share=share)
+    runtime, capacity, first = server.runtime, server.runtime.capacity, 0
+    while capacity.available_tokens() > 8 * P:
+        server.finish(server.admit([*range(first, first + 4 * P), 1]))
+        first += 4 * P
+    runtime.take([0] * 4)
+    held = 1 - runtime.ledger.reachable / runtime.ledger.limit
+    assert 0.2 < held < 0.3 and runtime.ledger.idle_blocks
+    decoding = prompt(server, 0, 1)
+    running = SimpleNamespace(reqs=[decoding], is_empty=lambda: False)
+
+    def waits(blocks: int, running=running, **changes) -> bool:
+        req = prompt(server, blocks * P, 1)
+        req.kvc_waits_for = changes.get("waits_for")
+        chosen = adder(server, running=running, ratio=0.0)
+        return around_add_one_req(PrefillAdder.add_one_req, chosen, req, False, None) == AddReqResult.NO_TOKEN
+
+    assert waits(10) is (share == 0.1)
+    assert not waits(1)  # fits in free memory
+    assert not waits(10, running=None)  # nothing else runs
+    assert not waits(10, waits_for=3)  # its blocks are being loaded
+
+
 @pytest.mark.parametrize("at_border", [False, True])
 def test_prefill_leaves_blocks_for_mixed_decode_step(at_border):
     """Three blocks are free. A prompt or a chunk of one block leaves two: not enough for three requests that decode at

@@ -152,7 +152,7 @@ CHANGES = {
     "budget": Budget(ratio=4), "scorer": ExpectedAttention(), "share": Uniform(), "sinks": 4,
     "levels": ("k8v8",), "floor": "k2v2", "lag": 64,
     "memory": 1 << 30, "host_memory": 1 << 30, "disk": "elsewhere", "disk_size": 1 << 30, "storage": "file",
-    "eviction": "reuse", "trust": "all", "allow_lossless": False, "allow_one_shot": False,
+    "eviction": "reuse", "trust": "all", "allow_lossless": False, "allow_one_shot": False, "running_share": 0.5,
     "one_shot": PromptBudget(ratio=16), "calibration": None,
 }  # fmt: skip
 

@@ -61,7 +61,9 @@ KINDS = {
         (None, None, "one-shot:16x", "one-shot:16x", "nonsense"),
         blocks=9,  # shorter one-shot prompts keep all blocks
     ),
-    "reuse": Kind({**K4V4, "eviction": REUSE, "host_memory": 30_000}, {"saved", "loaded", "evicted"}),
+    "reuse": Kind(
+        {**K4V4, "eviction": REUSE, "host_memory": 30_000, "running_share": 0.5}, {"saved", "loaded", "evicted"},
+    ),
     "priorities": Kind({**LADDER, "host_memory": 60_000}, {"preempted", "saved", "loaded", "demoted"}, priorities=True),
 }  # fmt: skip
 assert REQUESTS * len(KINDS) >= 2000

@@ -1,0 +1,43 @@
+"""Agents against the scheduler without a model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.agents.scheduled import Machine, Turn, play, row
+from bench.agents.traces import Session, Step
+
+
+def sessions(count: int) -> list[Session]:
+    """Sessions whose prompts grow from 2000 to 8000 tokens, each by a few hundred."""
+    draw, out = random.Random(0), []
+    for i in range(count):
+        steps, prompt = [], 2000
+        for _ in range(24):
+            shared, prompt = prompt if steps else 0, prompt + draw.randint(100, 400)
+            steps.append(Step(prompt, shared, draw.randint(20, 60), draw.uniform(0.5, 3)))
+        out.append(Session(str(i), 1000, tuple(steps)))
+    return out
+
+
+def answers(share: float, agents: int, tokens: int) -> list[tuple[Turn, float]]:
+    return play(sessions(40), Machine(tokens=tokens), share, agents, 0, 20.0, 40.0)
+
+
+def test_cache_that_holds_all_sessions_finds_what_they_share():
+    ended = answers(1.0, 4, 20_000)
+    for turn, end in ended:
+        assert turn.sent <= turn.first <= end and len(turn.req.output_ids) == turn.step.answer
+        assert turn.step.shared // 128 * 128 - 128 <= turn.cached <= turn.step.prompt or not turn.counts
+    assert row([ended], 40.0)["from_cache"] > 0.8
+
+
+@pytest.mark.slow
+def test_running_share_keeps_sessions_cached():
+    """With somewhat more sessions than memory, half of it for running requests makes decoding stall less."""
+    free, bounded = (row([answers(share, 36, 40_000)], 40.0) for share in (1.0, 0.5))
+    assert bounded["from_cache"] > 1.05 * free["from_cache"]
+    assert bounded["answers_h"] > 1.05 * free["answers_h"]
+    assert bounded["output_token_s_p90"] < 0.7 * free["output_token_s_p90"]
