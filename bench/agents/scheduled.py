@@ -1,12 +1,14 @@
-"""Agents against SGLang's scheduler and this cache without a model: when does a server without host memory collapse?
+"""Agents against SGLang's scheduler and this cache without a model: when does a server collapse?
 
     python -m bench.agents.scheduled TRACES.json.gz      # to bench/results/agents/scheduled.json
     ... --agents 56 --shares 1,0.5 --seconds 60 --no-write
+    ... --host-gb 32 --agents 80,96,112,128              # with host memory; to agents/scheduled_host.json
 
 The scheduler, the radix tree, admission, eviction and all accounts of memory are those of a server. Forwards compute
 nothing, and their times are modeled. As in SGLang, a decode step runs only if no prompt can be prefilled, so prefills
-stall decoding. The load is that of `bench.e2e.agent_replay` with `--length-scale 0.25 --time-scale 0.25`. `shares`:
-values of `--kvc-running-share`. Times are modeled, so compare rows only with each other.
+stall decoding. Loads from host memory take no time. The load is that of `bench.e2e.agent_replay` with
+`--length-scale 0.25 --time-scale 0.25`. `shares`: values of `--kvc-running-share`. Times are modeled, so compare rows
+only with each other.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -51,15 +54,18 @@ from .traces import Session, Step
 SCALE = 0.25  # of lengths and pauses
 LONGEST, PAUSE = 120_000, 300.0  # unscaled tokens and seconds
 ROWS, CHUNK, CONTEXT = 128, 8192, 32_768
+HEAD_DIM = 128  # of the only layer and head
+TOKEN_BYTES = 131_072  # of K and V of a token of the modeled 8B model in bf16
 TOKENS = 50_000  # size of the vocabulary of prompts
 
 
 @dataclass(frozen=True)
 class Machine:
-    """tokens: capacity of the KV cache in bf16. prefill_rate: tokens per second. decode_time, launch_time: seconds of
-    a decode step, and of a prefill beyond its tokens."""
+    """tokens: capacity of the KV cache in bf16. host_memory: bytes of host memory, 0: none. prefill_rate: tokens per
+    second. decode_time, launch_time: seconds of a decode step, and of a prefill beyond its tokens."""
 
     tokens: int = 105_000
+    host_memory: int = 0
     prefill_rate: float = 30_000.0
     decode_time: float = 0.008
     launch_time: float = 0.004
@@ -104,14 +110,17 @@ class Server(ModelFreeScheduler):
 
     def __init__(self, runtime: Runtime, machine: Machine):
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
-        holder = type("Pool", (), {"runtime": runtime})()
-        allocator = KvcAllocator(runtime, holder, "cpu")
+        allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(False, pool, allocator, runtime.layout.block_tokens))
         super().__init__(
             pool, allocator, tree, rows=ROWS, page_size=runtime.layout.block_tokens, chunk=CHUNK
         )
         self.runtime, self.machine, self.now = runtime, machine, 0.0
         self.policy = SchedulePolicy("hrrn", tree, False, False, False)
+        if runtime.config.host_memory:
+            ranks = SimpleNamespace(tp_size=1, dp_size=1, nnodes=1, enable_dp_attention=False)
+            tree.init_hicache(ranks, None)
+            self.enable_hierarchical_cache = True
         self.processed_tokens_counter = 0
 
     def submit(self, rid: str, prompt: array, answer: int) -> Req:
@@ -147,18 +156,20 @@ class Server(ModelFreeScheduler):
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch:
             self.process_batch_result(batch, self.run_batch(batch))
-        elif self.runtime.unsettled:
-            self.runtime.flush()
+        else:
+            hooks.before_on_idle(self)
         self.last_batch = batch
         return bool(batch)
 
 
 def make_runtime(machine: Machine, share: float) -> Runtime:
-    """A cache in `k4v4` with a pool of `machine.tokens` tokens of one layer and head."""
-    head_dim = 128
+    """A cache in `k4v4` with memory for as many tokens as that of `machine`, of one layer and head."""
+    token_bytes = 4 * HEAD_DIM
+    host_memory = machine.host_memory * token_bytes // TOKEN_BYTES
+    config = KvcConfig(window=0, running_share=share, host_memory=host_memory)
     return build_runtime(
-        KvcConfig(window=0, running_share=share), num_bytes=machine.tokens * 4 * head_dim, layers=1, heads=1,
-        head_dim=head_dim, dtype=torch.bfloat16, device="cpu",
+        config, num_bytes=machine.tokens * token_bytes, layers=1, heads=1, head_dim=HEAD_DIM,
+        dtype=torch.bfloat16, device="cpu",
     )  # fmt: skip
 
 
@@ -264,10 +275,11 @@ def main() -> None:
     p.add_argument("--warm-up", type=float, default=120.0, help="seconds that do not count")
     p.add_argument("--seconds", type=float, default=300.0, help="measured seconds")
     p.add_argument("--seeds", type=int, default=2)
+    p.add_argument("--host-gb", type=float, default=0, help="host memory in gigabytes")
     p.add_argument("--no-write", action="store_true")
     args = p.parse_args()
     torch.set_num_threads(1)
-    machine = Machine()
+    machine = Machine(host_memory=int(args.host_gb * 1e9))
     sessions = [scaled(s) for s in traces.load(args.traces, longest=LONGEST, pause=PAUSE)]
     numbers: dict[str, Any] = {
         "settings": vars(machine)
@@ -283,7 +295,7 @@ def main() -> None:
             took = time.perf_counter() - began
             print(name, " ".join(f"{k} {v:.4g}" for k, v in figures.items()), f"({took:.0f} s)", flush=True)
     if not args.no_write:
-        common.write_result("agents/scheduled", numbers)
+        common.write_result("agents/scheduled" + ("_host" if machine.host_memory else ""), numbers)
 
 
 if __name__ == "__main__":
