@@ -14,6 +14,7 @@ only with each other.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import itertools
 import random
@@ -38,6 +39,7 @@ from triton.runtime.jit import JITFunction
 
 from bench import common
 from bench.compare import percentile
+from bench.e2e.agent_replay import scaled
 from bench.scheduler import ModelFreeScheduler, configured
 from kvc_kernels.store import PageStore
 from kvc_patches import requests
@@ -73,7 +75,7 @@ class Machine:
 
 @dataclass(eq=False)
 class Turn:
-    """A prompt that was sent. `shared`: tokens that it shares with the session's previous prompt."""
+    """A prompt that was sent, its cached tokens, and the times at which it was sent and had its first token."""
 
     agent: Agent
     step: Step
@@ -86,7 +88,8 @@ class Turn:
 
 @dataclass(eq=False)
 class Agent:
-    sessions: Any
+    """An agent at step `at` of a session. `tokens`: its last prompt, whose first `tools` tokens describe tools."""
+
     draw: random.Random
     steps: list[Step] = field(default_factory=list)
     at: int = 0
@@ -184,7 +187,7 @@ class Replay:
         self.ended: list[tuple[Turn, float]] = []
         for i in range(agents):
             draw = random.Random(f"{seed} {i}")
-            agent, session = Agent(self.line, draw), next(self.line)
+            agent, session = Agent(draw), next(self.line)
             agent.begin(session, draw.randrange(len(session.steps)))
             self.after(draw.uniform(0, 30), agent, False)
 
@@ -244,27 +247,16 @@ def play(
     sessions: Sequence[Session], machine: Machine, share: float, agents: int, seed: int, warm_up: float, seconds: float
 ) -> list[tuple[Turn, float]]:
     """Turns that end in `seconds` after `warm_up`, with their ends."""
-    no_launch = mock.patch.object(JITFunction, "run", lambda *args, **options: None)
-    with no_launch, mock.patch.object(PageStore, "use_kernels", True):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", lambda *args, **options: None))
+        stack.enter_context(mock.patch.object(PageStore, "use_kernels", True))
         runtime = make_runtime(machine, share)
-    with no_launch, mock.patch.object(PageStore, "use_kernels", True), configured(runtime, rows=ROWS, chunk=CHUNK):
+        stack.enter_context(configured(runtime, rows=ROWS, chunk=CHUNK))
         replay = Replay(Server(runtime, machine), sessions, agents, seed)
         replay.run(warm_up)
         replay.ended.clear()
         replay.run(warm_up + seconds)
     return replay.ended
-
-
-def scaled(session: Session) -> Session:
-    """The session with lengths and pauses of `SCALE`."""
-
-    def tokens(n: int) -> int:
-        return max(1, round(n * SCALE))
-
-    steps = [
-        Step(tokens(s.prompt), round(s.shared * SCALE), tokens(s.answer), s.pause * SCALE) for s in session.steps
-    ]
-    return Session(session.name, round(session.tools * SCALE), tuple(steps))
 
 
 def main() -> None:
@@ -280,7 +272,7 @@ def main() -> None:
     args = p.parse_args()
     torch.set_num_threads(1)
     machine = Machine(host_memory=int(args.host_gb * 1e9))
-    sessions = [scaled(s) for s in traces.load(args.traces, longest=LONGEST, pause=PAUSE)]
+    sessions = [scaled(s, SCALE, SCALE) for s in traces.load(args.traces, longest=LONGEST, pause=PAUSE)]
     numbers: dict[str, Any] = {
         "settings": vars(machine)
         | {k: getattr(args, k) for k in ("warm_up", "seconds", "seeds")}
