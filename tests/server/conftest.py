@@ -117,8 +117,8 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
             "k4v4", [
                 "--enable-priority-scheduling", "--max-running-requests", "3", FP32_HEAD, "--chunked-prefill-size",
                 str(BLOCK), "--enable-streaming-session",
-                "--kvc-floor", "k2v2", "--kvc-eviction", "reuse", "--kvc-host-memory", "0.15MiB",
-                "--kvc-disk", str(folder / "full"), "--kvc-disk-size", "0.5MiB",
+                "--kvc-floor", "k2v2", "--kvc-eviction", "reuse", "--kvc-running-share", "0.5",
+                "--kvc-host-memory", "0.15MiB", "--kvc-disk", str(folder / "full"), "--kvc-disk-size", "0.5MiB",
             ],
             "2MiB", {},
         ),
