@@ -8,6 +8,7 @@ prompts come in chunks, requests are retracted, aborted and paused, and finish o
 from __future__ import annotations
 
 import contextlib
+import itertools
 from array import array
 from collections import Counter
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from bench.scheduler import configured as scheduler_without_model
 from kvc_kernels import ops
 from kvc_patches import probes, requests
 from kvc_patches import scheduler as hooks
+from sglang_kvc.adapter import request_entry
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.attention_backend import KvcAttnBackend
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
@@ -50,6 +52,8 @@ def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = Fal
     with contextlib.ExitStack() as stack:
         stack.enter_context(scheduler_without_model(runtime, rows=ROWS, chunk=chunk, mixed=mixed))
         stack.enter_context(get_serving().override(strip_thinking_cache=strip))
+        # Numbers of private requests are part of their namespaces, which decide the rows of `record.py`.
+        stack.enter_context(patch.object(request_entry, "_numbers", itertools.count()))
         for name, value in {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": retract_every}.items():
             stack.enter_context(patch.object(scheduler_module, name, value))
         stack.enter_context(patch.object(scheduler_module.logger, "warning", lambda *args: None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 from unittest import mock
 
@@ -13,7 +12,6 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 
 from kvc_kernels import ops
-from sglang_kvc.adapter import request_entry
 from sglang_kvc.adapter.eviction_batch import EvictionBatch
 from sglang_kvc.adapter.tree_component import written_at
 from sglang_kvc.adapter.tree_host import FULL
@@ -80,7 +78,6 @@ def life(seed: int, options: dict) -> list:
     with contextlib.ExitStack() as stack:
         stack.enter_context(get_parallel().override(tp_rank=0, tp_size=1))  # a refusal is logged by the first rank
         stack.enter_context(configured(runtime, P, retract_every=25))
-        stack.enter_context(mock.patch.object(request_entry, "_numbers", itertools.count()))  # in namespaces
         server = Overlap(runtime, P, disable=False)
         server.check_every = 1000
         client = Starved(server, seed, [])
