@@ -1,14 +1,17 @@
 """Agents against SGLang's scheduler and this cache without a model: when does a server collapse?
 
     python -m bench.agents.scheduled TRACES.json.gz      # to bench/results/agents/scheduled.json
-    ... --agents 56 --shares 1,0.5 --seconds 60 --no-write
+    ... --agents 56 --servers share-1,share-0.5+interval-4 --seconds 60 --no-write
     ... --host-gb 32 --agents 80,96,112,128              # with host memory; to agents/scheduled_host.json
 
 The scheduler, the radix tree, admission, eviction and all accounts of memory are those of a server. Forwards compute
 nothing, and their times are modeled. As in SGLang, a decode step runs only if no prompt can be prefilled, so prefills
 stall decoding. Loads from host memory take no time. The load is that of `bench.e2e.agent_replay` with
-`--length-scale 0.25 --time-scale 0.25`. `shares`: values of `--kvc-running-share`. Times are modeled, so compare rows
-only with each other.
+`--length-scale 0.25 --time-scale 0.25`. Times are modeled, so compare rows only with each other.
+
+A server is named by its options: `share-0.5` for `--kvc-running-share 0.5`, `floor-k4v2` for `--kvc-floor k4v2`,
+`reuse` for `--kvc-eviction reuse`, `interval-4` for SGLang's `--prefill-decode-interval 4`, and `mixed` for its
+`--enable-mixed-chunk`. `done` and `steps` are hints of the clients, who know each pause to the nearest 2.5 s.
 """
 
 from __future__ import annotations
@@ -48,12 +51,14 @@ from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.runtime import Runtime
-from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.config import REUSE, KvcConfig
+from sglang_kvc.options.request_hints import DONE, STEPS
 
 from . import traces
 from .traces import Session, Step
 
 SCALE = 0.25  # of lengths and pauses
+STEP = 10.0 * SCALE  # seconds of a step of a workflow
 LONGEST, PAUSE = 120_000, 300.0  # unscaled tokens and seconds
 ROWS, CHUNK, CONTEXT = 128, 8192, 32_768
 HEAD_DIM = 128  # of the only layer and head
@@ -64,13 +69,43 @@ TOKENS = 50_000  # size of the vocabulary of prompts
 @dataclass(frozen=True)
 class Machine:
     """tokens: capacity of the KV cache in bf16. host_memory: bytes of host memory, 0: none. prefill_rate: tokens per
-    second. decode_time, launch_time: seconds of a decode step, and of a prefill beyond its tokens."""
+    second. decode_time, launch_time: seconds of a decode step, and of a prefill beyond its tokens. A prefill that
+    includes a decode step takes as long as both."""
 
     tokens: int = 105_000
     host_memory: int = 0
     prefill_rate: float = 30_000.0
     decode_time: float = 0.008
     launch_time: float = 0.004
+
+
+@dataclass(frozen=True)
+class Options:
+    """share: `--kvc-running-share`. interval: `--prefill-decode-interval`. mixed: `--enable-mixed-chunk`. floor:
+    `--kvc-floor`. reuse: `--kvc-eviction reuse`. done, steps: whether clients send these hints."""
+
+    share: float = 1.0
+    interval: int = 0
+    mixed: bool = False
+    floor: str | None = None
+    reuse: bool = False
+    done: bool = False
+    steps: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Options:
+        """`share-0.5+interval-4+mixed`; ValueError or TypeError for anything else."""
+        kinds, given = {"share": float, "interval": int, "floor": str}, {}
+        for part in text.split("+"):
+            name, _, value = part.partition("-")
+            given[name] = kinds[name](value) if name in kinds else True
+        return cls(**given)
+
+    def config(self, host_memory: int) -> KvcConfig:
+        eviction = REUSE if self.reuse else KvcConfig.eviction
+        return KvcConfig(
+            window=0, running_share=self.share, host_memory=host_memory, floor=self.floor, eviction=eviction
+        )
 
 
 @dataclass(eq=False)
@@ -107,27 +142,33 @@ class Agent:
         self.tokens = prefix + array("q", self.draw.choices(range(TOKENS), k=step.prompt - len(prefix)))
         return self.tokens
 
+    def hints(self, options: Options) -> dict[str, Any]:
+        """Hints with the prompt of step `at`."""
+        last = self.at + 1 == len(self.steps)
+        hints: dict[str, Any] = {DONE: True} if options.done and last else {}
+        if options.steps and not last:
+            hints[STEPS] = round(self.steps[self.at + 1].pause / STEP)
+        return hints
+
 
 class Server(ModelFreeScheduler):
     """The scheduler, with a clock that forwards advance."""
 
-    def __init__(self, runtime: Runtime, machine: Machine):
+    def __init__(self, runtime: Runtime, machine: Machine, options: Options):
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(False, pool, allocator, runtime.layout.block_tokens))
-        super().__init__(
-            pool, allocator, tree, rows=ROWS, page_size=runtime.layout.block_tokens, chunk=CHUNK
-        )
+        super().__init__(pool, allocator, tree, rows=ROWS, page_size=runtime.layout.block_tokens, chunk=CHUNK)
         self.runtime, self.machine, self.now = runtime, machine, 0.0
         self.policy = SchedulePolicy("hrrn", tree, False, False, False)
         if runtime.config.host_memory:
             ranks = SimpleNamespace(tp_size=1, dp_size=1, nnodes=1, enable_dp_attention=False)
             tree.init_hicache(ranks, None)
             self.enable_hierarchical_cache = True
-        self.processed_tokens_counter = 0
+        self.processed_tokens_counter, self.prefill_decode_interval = 0, options.interval
 
-    def submit(self, rid: str, prompt: array, answer: int) -> Req:
-        params = SamplingParams(max_new_tokens=answer, ignore_eos=True)
+    def submit(self, rid: str, prompt: array, answer: int, hints: dict[str, Any]) -> Req:
+        params = SamplingParams(max_new_tokens=answer, ignore_eos=True, custom_params=hints or None)
         params.normalize(None)
         req = Req(rid, "", prompt, params, vocab_size=1 << 30)
         requests.before_add_request_to_queue(self, req)
@@ -140,8 +181,11 @@ class Server(ModelFreeScheduler):
     def run_batch(self, batch, pp_proxy_tensors=None):
         hooks.before_run_batch(self, batch, None)
         if batch.forward_mode.is_extend():
+            decoding = len(batch.decoding_reqs or ())
             self.processed_tokens_counter += batch.extend_num_tokens
-            self.now += self.machine.launch_time + batch.extend_num_tokens / self.machine.prefill_rate
+            new_tokens = batch.extend_num_tokens - decoding
+            self.now += self.machine.launch_time + new_tokens / self.machine.prefill_rate
+            self.now += self.machine.decode_time if decoding else 0
         else:
             self.now += self.machine.decode_time
         self.runtime.flush()
@@ -165,11 +209,10 @@ class Server(ModelFreeScheduler):
         return bool(batch)
 
 
-def make_runtime(machine: Machine, share: float) -> Runtime:
+def make_runtime(machine: Machine, options: Options) -> Runtime:
     """A cache in `k4v4` with memory for as many tokens as that of `machine`, of one layer and head."""
     token_bytes = 4 * HEAD_DIM
-    host_memory = machine.host_memory * token_bytes // TOKEN_BYTES
-    config = KvcConfig(window=0, running_share=share, host_memory=host_memory)
+    config = options.config(machine.host_memory * token_bytes // TOKEN_BYTES)
     return build_runtime(
         config, num_bytes=machine.tokens * token_bytes, layers=1, heads=1, head_dim=HEAD_DIM,
         dtype=torch.bfloat16, device="cpu",
@@ -179,8 +222,8 @@ def make_runtime(machine: Machine, share: float) -> Runtime:
 class Replay:
     """Agents in a closed loop with `server`; see `bench.agents.simulate`."""
 
-    def __init__(self, server: Server, sessions: Sequence[Session], agents: int, seed: int):
-        self.server, self.numbers = server, itertools.count()
+    def __init__(self, server: Server, options: Options, sessions: Sequence[Session], agents: int, seed: int):
+        self.server, self.options, self.numbers = server, options, itertools.count()
         self.line = itertools.cycle(random.Random(seed).sample(sessions, len(sessions)))
         self.due: list[tuple[float, int, Agent, bool]] = []
         self.turns: dict[str, Turn] = {}
@@ -200,7 +243,8 @@ class Replay:
             while self.due and self.due[0][0] <= server.now:
                 when, number, agent, counts = heapq.heappop(self.due)
                 step = agent.steps[agent.at]
-                req = server.submit(str(number), agent.prompt(), max(1, step.answer))
+                hints = agent.hints(self.options)
+                req = server.submit(str(number), agent.prompt(), max(1, step.answer), hints)
                 self.turns[req.rid] = Turn(agent, step, req, when, counts)
             if not server.turn() and not server.waiting_queue:
                 server.now = max(server.now, self.due[0][0])
@@ -244,15 +288,16 @@ def row(runs: list[list[tuple[Turn, float]]], seconds: float) -> dict[str, float
 
 
 def play(
-    sessions: Sequence[Session], machine: Machine, share: float, agents: int, seed: int, warm_up: float, seconds: float
+    sessions: Sequence[Session], machine: Machine, options: Options, agents: int, seed: int, warm_up: float,
+    seconds: float,
 ) -> list[tuple[Turn, float]]:
     """Turns that end in `seconds` after `warm_up`, with their ends."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", lambda *args, **options: None))
         stack.enter_context(mock.patch.object(PageStore, "use_kernels", True))
-        runtime = make_runtime(machine, share)
-        stack.enter_context(configured(runtime, rows=ROWS, chunk=CHUNK))
-        replay = Replay(Server(runtime, machine), sessions, agents, seed)
+        runtime = make_runtime(machine, options)
+        stack.enter_context(configured(runtime, rows=ROWS, chunk=CHUNK, mixed=options.mixed))
+        replay = Replay(Server(runtime, machine, options), options, sessions, agents, seed)
         replay.run(warm_up)
         replay.ended.clear()
         replay.run(warm_up + seconds)
@@ -263,7 +308,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("traces", type=Path)
     p.add_argument("--agents", default="32,40,48,56,64,96", help="numbers of agents, separated by commas")
-    p.add_argument("--shares", default="1,0.65,0.5,0.4", help="values of --kvc-running-share, separated by commas")
+    p.add_argument("--servers", default="share-1,share-0.65,share-0.5,share-0.4", help="separated by commas")
     p.add_argument("--warm-up", type=float, default=120.0, help="seconds that do not count")
     p.add_argument("--seconds", type=float, default=300.0, help="measured seconds")
     p.add_argument("--seeds", type=int, default=2)
@@ -278,11 +323,12 @@ def main() -> None:
         | {k: getattr(args, k) for k in ("warm_up", "seconds", "seeds")}
         | {"sessions": len(sessions), "scale": SCALE, "simulated": True}
     }
-    for share in map(float, args.shares.split(",")):
+    for server in args.servers.split(","):
+        options = Options.parse(server)
         for agents in map(int, args.agents.split(",")):
             began = time.perf_counter()
-            runs = [play(sessions, machine, share, agents, i, args.warm_up, args.seconds) for i in range(args.seeds)]
-            name = f"share-{share:g}.a{agents}"
+            runs = [play(sessions, machine, options, agents, i, args.warm_up, args.seconds) for i in range(args.seeds)]
+            name = f"{server}.a{agents}"
             numbers[name] = figures = row(runs, args.seconds)
             took = time.perf_counter() - began
             print(name, " ".join(f"{k} {v:.4g}" for k, v in figures.items()), f"({took:.0f} s)", flush=True)
