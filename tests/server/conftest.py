@@ -27,9 +27,9 @@ LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "small", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "mixed",
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
-    "stored", "budgeted", "starved",
+    "stored", "budgeted", "starved", "lagged",
 }  # fmt: skip
-RANDOM = ("small", "ranks", "salted", "hosted", "stored", "starved", "unshared", "floor", "mixed")
+RANDOM = ("small", "ranks", "salted", "hosted", "stored", "starved", "unshared", "floor", "mixed", "lagged")
 RANDOM += () if common.has_gpu() else ("saver",)  # tests on a GPU weigh the pool
 # Functions that write the models of servers; other servers have the demo model.
 TINY = {
@@ -95,6 +95,9 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "thinned": ("k8v4", ["--chunked-prefill-size", str(BLOCK), FP32_HEAD], "24MiB", {}),
         "budgeted": ("k4v4", [*chunk, "--kvc-one-shot", "8x", "--enable-streaming-session"], "256MiB", {}),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "8MiB", {}),
+        "lagged": (
+            f"kv-compress+budget=8x+high=k4v4+lag={2 * BLOCK}", [*chunk, "--enable-metrics"], "4MiB", retract
+        ),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", [*two, "--kvc-eviction", "reuse"], "2MiB", _ranks()),
         "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_ranks(), **_plugin("replicas_on_cpu")}),
@@ -264,6 +267,11 @@ def budgeted(servers):
 @pytest.fixture
 def exact(servers):
     yield from _healthy(servers, "exact")
+
+
+@pytest.fixture
+def lagged(servers):
+    yield from _healthy(servers, "lagged")
 
 
 @pytest.fixture
