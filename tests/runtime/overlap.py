@@ -220,6 +220,7 @@ class Overlap(ModelFreeScheduler):
         extends = batch.forward_mode.is_extend()
         self.processed_tokens_counter += batch.extend_num_tokens if extends else 0
         self.seen["chunks"] += extends and batch.chunked_req is not None
+        self.seen["decoded between chunks"] += not extends and self.chunked_req is not None
         if extends:
             mixed = batch.decoding_reqs or []
             self.seen["mixed"] += bool(mixed)

@@ -89,7 +89,7 @@ def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
     with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
         server = Overlap(runtime, kind.chunk, kind.disable, kind.order, kind.context)
-        server.check_every = CHECK_EVERY
+        server.check_every, server.prefill_decode_interval = CHECK_EVERY, kind.interval
         client = Client(server, seed, kind.levels)
         for turn in range(TURNS):
             client.act()
@@ -125,6 +125,7 @@ class Kind:
     disable: bool = False  # disables the radix cache
     mixed: bool = False  # decode steps join prefills
     strip: bool = False  # answers with thoughts leave the cache
+    interval: int = 0  # decode steps between two chunks (`--prefill-decode-interval`)
     order: str = "fcfs"  # order of admission
     context: int = CONTEXT  # tokens of the longest request
     segment: int = thinning.SEGMENT  # blocks of a segment of a one-shot prompt
@@ -196,6 +197,12 @@ KINDS = {
     "one-shot-no-radix": Kind({"high": "k4v4", "window": 0}, P, ONE_SHOT, disable=True),
     "one-shot-long": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, (None, "one-shot:16x", "one-shot:70"), **LONG),
     "one-shot-long-mixed": Kind({"high": "k8v4", "window": 0, **TIGHT}, P, (None, "one-shot:8x"), mixed=True, **LONG),
+    "interval": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, P, (None, LOSSLESS), interval=2),
+    "interval-window": Kind({"high": "k8v4", "window": P, **TIGHT}, P, interval=1),
+    "interval-answers": Kind({**ANSWERS, **TIGHT}, P, interval=3),
+    "interval-one-shot": Kind(
+        {"high": "k4v4", "window": 0, **TIGHT}, P, (None, "one-shot:16x", "one-shot:70"), interval=2, **LONG
+    ),
     "strip": Kind({"high": "k4v4", "window": 0}, P, strip=True),
     "strip-leankv": Kind({**LEANKV, **TIGHT, **HOST}, P, strip=True),
     "mixed": Kind({"high": "k4v4", "window": 0}, levels=(None, LOSSLESS), mixed=True),
@@ -238,6 +245,7 @@ def _expected(name: str, kind: Kind) -> set[str]:
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
     expected |= {"chunks"} if kind.chunk else set()
     expected |= {"mixed"} if kind.mixed else set()
+    expected |= {"decoded between chunks"} if kind.interval else set()
     expected |= {"demoted", "demoted while running"} if kind.options.get("floor") else set()
     scored = kind.options.get("policy") == "leankv" or kind.options.get("scorer")
     late = kind.options.get("lag") or (scored and kind.chunk)
