@@ -67,9 +67,10 @@ def around_alloc_page_size(orig, batch):
 
 
 def before_mix_with_running(self, running_batch):
-    """Add the decode step of `running_batch` to the extend batch that was allocated just before."""
+    """Add the decode step of `running_batch` to the extend batch. Both were allocated just before; with DP attention,
+    the decode step replaced the extend batch in `extending`."""
     if (runtime := runtime_of(self.token_to_kv_pool_allocator)) is not None:
-        runtime.extending += [(req.rid, req.kvc) for req in running_batch.reqs]
+        runtime.extending = [(req.rid, req.kvc) for req in (*self.reqs, *running_batch.reqs)]
 
 
 def register() -> None:

@@ -87,6 +87,7 @@ class Client:
 def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     """Run one server from its start until all requests are answered. Returns how often each event happened."""
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
+    runtime.decodes_as_extend = kind.dp
     with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
         server = Overlap(runtime, kind.chunk, kind.disable, kind.order, kind.context)
         server.check_every, server.prefill_decode_interval = CHECK_EVERY, kind.interval
@@ -124,6 +125,7 @@ class Kind:
     levels: tuple[str | None, ...] = (None,)
     disable: bool = False  # disables the radix cache
     mixed: bool = False  # decode steps join prefills
+    dp: bool = False  # decode steps run as extends, as with DP attention
     strip: bool = False  # answers with thoughts leave the cache
     interval: int = 0  # decode steps between two chunks (`--prefill-decode-interval`)
     order: str = "fcfs"  # order of admission
@@ -206,6 +208,7 @@ KINDS = {
     "strip": Kind({"high": "k4v4", "window": 0}, P, strip=True),
     "strip-leankv": Kind({**LEANKV, **TIGHT, **HOST}, P, strip=True),
     "mixed": Kind({"high": "k4v4", "window": 0}, levels=(None, LOSSLESS), mixed=True),
+    "mixed-dp": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, mixed=True, dp=True),
     "mixed-tight": Kind({"high": "k8v4", "window": P, **TIGHT}, P, mixed=True),
     "mixed-leankv": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS), mixed=True),
     "mixed-no-radix": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, disable=True, mixed=True),
