@@ -40,6 +40,7 @@ class ReuseOrder(EvictionStrategy):
         req.kvc_use = self.sessions.arrive(before[0] if before else None, len(req.origin_input_ids), cached, self.now)
         req.kvc_use.priority = priority
         self._mark(req.kvc_use, path)
+        self._expect(req)
 
     def find_again(self, req) -> None:
         """More of the waiting prompt of `req` has entered the tree."""
@@ -53,6 +54,12 @@ class ReuseOrder(EvictionStrategy):
         """`req` is about to be retracted."""
         self.checkpoint(req)
         self.sessions.interrupt(req.kvc_use, self.now)
+        self._expect(req)
+
+    def _expect(self, req) -> None:
+        """Let the next `wait` notice if `req` has left the queue before, because SGLang rejected or aborted it."""
+        self._waiting[req.kvc_use] = req
+        self.sessions.waiting.setdefault(req.kvc_use)
 
     def end(self, req) -> None:
         """`req` has finished, or was aborted while it ran."""
