@@ -82,9 +82,10 @@ def waits_for_running(adder: Any, runtime: Runtime, req: Any) -> bool:
     with it they would hold more than that share of the memory.
 
     Decode steps stall while prompts are computed, so requests that compute much run for long, and hold memory that
-    evicted sessions need when they return. A prompt whose blocks are being loaded has passed before."""
+    evicted sessions need when they return. A prompt whose blocks are being loaded has passed before, and one for which
+    requests were preempted takes their place."""
     share, running = runtime.config.running_share, adder.running_batch
-    if share == 1 or getattr(req, "kvc_waits_for", None) is not None:
+    if share == 1 or getattr(req, "kvc_waits_for", None) is not None or getattr(adder, "kvc_row_for", None) is req:
         return False
     if not adder.can_run_list and (running is None or running.is_empty()):
         return False

@@ -30,6 +30,8 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
 
     preempt_one: preempts the request that SGLang chooses first; returns whether there was one.
     """
+    if adder.rem_chunk_tokens == 0:  # a chunk waits, and no prompt is admitted in this pass
+        return False
     req.init_next_round_input(adder.tree_cache)
     if runtime.host_tier is not None and wait_for_blocks(adder, req) not in (None, AddReqResult.NO_TOKEN):
         return False  # the row of a preempted request would go to another prompt while the blocks are being read
@@ -38,7 +40,9 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
         if need is None:
             return False
         if _has_row(adder) and _fits(adder, runtime, need):
-            return all(_above(req, other) >= 0 for other in adder.preempt_list)  # these wait again, for a row, too
+            admits = all(_above(req, other) >= 0 for other in adder.preempt_list)  # these wait again, for a row, too
+            adder.kvc_row_for = req if admits else None
+            return admits
         lower = _of_lower_priority(adder, req)
         if not lower or not _fits_without(lower, adder, runtime, req, need):
             return False
@@ -48,6 +52,7 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
         while not (_has_row(adder) and _fits(adder, runtime, need)) and preempt_one():
             pass
         req.kvc_keeps_row = _has_row(adder)  # the load of its blocks may begin after this
+        adder.kvc_row_for = req if req.kvc_keeps_row else None
         return req.kvc_keeps_row
 
 

@@ -213,3 +213,25 @@ def test_row_of_preempted_request_is_kept_while_blocks_are_read():
         turns(server, lambda: urgent.finished())
         assert urgent.cached_tokens == 6 * P and not any(r.retraction_count for r in others)
         turns(server, lambda: not server.busy)
+
+
+@pytest.mark.slow
+def test_prompt_takes_place_of_preempted_request_despite_running_share():
+    """The running requests hold nearly all that the share allows, and the urgent prompt needs an eviction."""
+    runtime = make_runtime(high="k4v4", window=0, blocks=22, running_share=0.35)
+    rank = get_parallel().override(tp_rank=0, tp_size=1)
+    with rank, configured(runtime, 2 * CHUNK, retract_every=10**6):
+        server = Overlap(runtime, 2 * CHUNK, disable=False, server_args=server_args(""))
+        server.check_every = 1000
+        server.schedule_by_priority()
+        number = ROWS
+        while runtime.capacity.available_tokens() > 6 * P:  # fills the cache with unused blocks
+            submit(server, number, 8 * P + 1, 1, 0)
+            turns(server, lambda: not server.busy)
+            number += 1
+        server.patient = [submit(server, i, P + 5, 200, 0) for i in range(ROWS)]
+        turns(server, lambda: all(r.output_ids for r in server.patient))
+        urgent = submit(server, number, 8 * P + 3, 20, 1)
+        turns(server, lambda: preempted(server) > 0, most=10)
+        turns(server, lambda: bool(urgent.output_ids), most=10)
+        turns(server, lambda: not server.busy)
