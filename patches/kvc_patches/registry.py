@@ -56,6 +56,7 @@ TARGETS = frozenset(
         f"{_SCHEDULER}.get_internal_state",
         f"{_SCHEDULER}.get_new_batch_prefill",
         f"{_SCHEDULER}.on_idle",
+        f"{_SCHEDULER}.pause_generation",
         f"{_SCHEDULER}.process_batch_result",
         f"{_SCHEDULER}.run_batch",
         f"{_SRT}.managers.schedule_batch.Req.get_fill_ids",

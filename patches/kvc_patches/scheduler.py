@@ -54,6 +54,15 @@ def before_on_idle(self):
         self.tree_cache.wait_for_reads()
 
 
+def after_pause_generation(_, self, recv_req):
+    """End loads when all requests were retracted."""
+    if recv_req.mode == "retract" and (runtime := current()) is not None:
+        from sglang_kvc.adapter.decode_memory import end_loads
+
+        with self.forward_stream_ctx:
+            end_loads(runtime, self.tree_cache)
+
+
 def around_check_decode_mem(orig, self, selected_indices=None):
     """Before a retraction: settle compactions and wait for loads, then cancel loads that have not begun, then demote
     running blocks, and check again after each."""
@@ -75,6 +84,7 @@ def register() -> None:
     hook(f"{SCHEDULER}.process_batch_result", "after", "self batch result", after_process_batch_result)
     hook(f"{SCHEDULER}.get_new_batch_prefill", "around", "self running_batch", around_get_new_batch_prefill)
     hook(f"{SCHEDULER}.on_idle", "before", "self", before_on_idle)
+    hook(f"{SCHEDULER}.pause_generation", "after", "self recv_req", after_pause_generation)
     hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         "around",

@@ -39,6 +39,17 @@ def cancel_loads(runtime: Runtime, batch: Any) -> bool:
     return runtime.host_tier is not None and batch.tree_cache.cancel_queued_loads()
 
 
+def end_loads(runtime: Runtime, tree: Any) -> None:
+    """Cancel loads that have not begun and wait for the others: a paused scheduler checks no load, and cannot flush or
+    release the cache while one is under way."""
+    if runtime.host_tier is None:
+        return
+    tree.cancel_queued_loads()
+    if tree.loads:
+        runtime.settle()
+        tree.enter_arrived()
+
+
 def demote(runtime: Runtime, batch: Any, selected_indices: Any) -> bool:
     """Demote blocks of the running requests until the step fits; whether any moved."""
     if not runtime.demotion.enabled:

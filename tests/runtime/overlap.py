@@ -147,6 +147,10 @@ class Overlap(ModelFreeScheduler):
         check_records(self)
         self.seen["paused"] += 1
 
+    def pause_generation(self, recv_req):
+        super().pause_generation(recv_req)
+        hooks.after_pause_generation(None, self, recv_req)
+
     def demote_running(self, tokens: int) -> None:
         """Demote blocks as before a retraction, while a forward that reads them is running."""
         seqs = [r.kvc for r in self.running_batch.reqs if r.kvc is not None]

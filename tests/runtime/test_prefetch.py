@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -19,6 +21,7 @@ from sglang_kvc.adapter.admission import wait_for_blocks
 from sglang_kvc.adapter.tree_host import Hit
 from sglang_kvc.adapter.tree_prefetch import prefetch
 from sglang_kvc.cache import transfers
+from sglang_kvc.cache.host_tier import HostTier
 
 from . import record
 from .model import P, make_runtime
@@ -121,6 +124,20 @@ def test_nothing_is_loaded_into_memory_that_running_requests_need():
     with stored_prompt_beside(2, blocks=8, prompt=3 * P, answer=P) as (server, hit):
         turns_until(server, hit.finished)
         assert server.seen["retracted"] == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_pause_ends_loads(begun):
+    """A paused server checks no load. Its cache can be flushed once all requests are retracted."""
+    with stored_prompt_beside(1, blocks=40) as (server, hit):
+        tree, tier = server.tree_cache, server.runtime.host_tier
+        turns_until(server, lambda: any((load.loading is not None) is begun for load in tree.loads))
+        tier.arrived = partial(HostTier.arrived, tier)  # not late
+        server.pause_generation(PauseGenerationReqInput(mode="retract"))
+        assert not tree.loads and server.is_fully_idle(ignore_waiting=True)
+        server._engine_paused = False
+        turns_until(server, lambda: not server.busy)
+        assert hit.cached_tokens == 3 * P
 
 
 @pytest.mark.parametrize("memory", ["taken", "short"])
