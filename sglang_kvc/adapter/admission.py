@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
@@ -127,7 +128,7 @@ def chunk_credit(adder: Any, runtime: Runtime, req: Any) -> int | None:
     """Tokens to credit for the next chunk of a prompt; None: the chunk waits for its blocks."""
     end = min(len(req.full_untruncated_fill_ids), req.prefix_len + adder.rem_chunk_tokens)
     need = runtime.capacity.new_block_tokens([req.kvc], [end]) + adder.kvc_decode_tokens
-    shortage = adder.rem_chunk_tokens - int(adder.rem_total_tokens)
+    shortage = adder.rem_chunk_tokens - math.floor(adder.rem_total_tokens)
     running = 0 if adder.running_batch is None else len(adder.running_batch.reqs)
     return runtime.capacity.chunk_credit(need, shortage, running, req.kvc.stays_uncompressed)
 

@@ -160,8 +160,9 @@ def test_prefill_leaves_blocks_for_mixed_decode_step(at_border):
     assert bool(chosen.can_run_list) is not at_border
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.5])  # of a token, of the reserve for packed answers
 @pytest.mark.parametrize(("free", "chunk_tokens"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
-def test_chunk_is_cut_to_leave_block_for_running_requests(free, chunk_tokens):
+def test_chunk_is_cut_to_leave_block_for_running_requests(free, chunk_tokens, fraction):
     """The reserve for the running request's long answer is more than what is free. A chunk of two blocks draws on it,
     is shortened if it would leave no block for the running request, and waits if it does not fit at all."""
     server = ToyServer(high="k4v4", window=0)
@@ -169,6 +170,7 @@ def test_chunk_is_cut_to_leave_block_for_running_requests(free, chunk_tokens):
     answering = prompt(server, 0, 40 * P)
     running = SimpleNamespace(reqs=[answering], is_empty=lambda: False)
     chosen, req = adder(server, running=running), prompt(server, 6 * P, 10)
+    chosen.memory_budget.total_offset += fraction
     if free == 2:  # the reserve leaves one block
         chosen.memory_budget.total_offset = P
     again = around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, req)
