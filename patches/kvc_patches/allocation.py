@@ -40,7 +40,7 @@ def _new_sequence(runtime, tree, req):
     if (budget := budget_of(req)) is not None:
         prompt = ranked_prompt(runtime, req)
         tail, written = chat_tail(prompt, req.eos_token_ids or ()), len(req.full_untruncated_fill_ids) - len(prompt)
-        return runtime.new_one_shot(budget, len(prompt), format_id, chunk_tokens(), tail, written)
+        return runtime.new_one_shot(budget, len(prompt), format_id, chunk_tokens(runtime), tail, written)
     cached = req.kv.cache_protected_len
     blocks = tree.path_blocks(req.last_node)[: cached // runtime.layout.block_tokens]
     return runtime.new_sequence(blocks, cached, format_id)

@@ -18,7 +18,7 @@ def after_get_fill_ids(ids, self):
         return ids
     tokens = len(self.full_untruncated_fill_ids)
     room = runtime.capacity.one_shot
-    segment_blocks = room.segment_blocks(budget, tokens, format_id_of(runtime, self), chunk_tokens())
+    segment_blocks = room.segment_blocks(budget, tokens, format_id_of(runtime, self), chunk_tokens(runtime))
     if probe := probe_tokens(segment_blocks or 0, self.prefix_len, self.extend_end, tokens):
         ids[len(ids) - probe :] = self.full_untruncated_fill_ids[tokens - probe :]
     return ids

@@ -75,7 +75,7 @@ def _rest_of_chunked(adder: Any, runtime: Runtime) -> float:
     if not rest:
         return 0.0
     answer = _uncompressed(req)[1]
-    return runtime.capacity.rest_tokens(req.kvc, rest, answer, format_id_of(runtime, req), chunk_tokens())
+    return runtime.capacity.rest_tokens(req.kvc, rest, answer, format_id_of(runtime, req), chunk_tokens(runtime))
 
 
 def waits_for_running(adder: Any, runtime: Runtime, req: Any) -> bool:
@@ -112,7 +112,7 @@ def prompt_need(adder: Any, runtime: Runtime, req: Any) -> float | None:
     admitted = (_staged(adder, runtime, r) for r in adder.can_run_list)
     if not runtime.capacity.may_stage(_staged(adder, runtime, req), admitted):
         return None
-    chunk = None if adder.rem_chunk_tokens is None else chunk_tokens()
+    chunk = None if adder.rem_chunk_tokens is None else chunk_tokens(runtime)
     budget, all_tokens = budget_of(req), len(req.full_untruncated_fill_ids)
     written = all_tokens - len(ranked_prompt(runtime, req)) if budget else 0
     return runtime.capacity.prompt_tokens(*_uncompressed(req), format_id_of(runtime, req), chunk, budget, written)

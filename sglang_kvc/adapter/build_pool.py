@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.configs.model_config import ModelImpl
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.model_loader.utils import get_resolved_model_impl
 from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
@@ -41,6 +43,8 @@ def install_runtime(configurator: Any, pre_model_load_memory: Any, stock_tokens:
             device=configurator.device,
         )
     runtime.decodes_as_extend = get_parallel().attn_dp_size > 1
+    # The condition of `Scheduler.init_chunked_prefill`.
+    runtime.chunks_prompts = not (model.is_multimodal and get_resolved_model_impl(model) == ModelImpl.TRANSFORMERS)
     if get_parallel().attn_tp_size > 1:
         runtime.reduce_max = _tensor_parallel_max()
     install(runtime)

@@ -21,8 +21,8 @@ def longest_request(runtime: Runtime, format_id: int, budget: Budget | None = No
     """Tokens, with the answer, of the longest request whose blocks are packed at `format_id`. `budget`: the budget of a
     one-shot prompt of `prompt` tokens; `prompt` None: of any length."""
     if budget is None:
-        return runtime.capacity.longest_request(format_id, chunk_tokens())
-    return runtime.capacity.one_shot.longest(budget, format_id, chunk_tokens(), prompt)
+        return runtime.capacity.longest_request(format_id, chunk_tokens(runtime))
+    return runtime.capacity.one_shot.longest(budget, format_id, chunk_tokens(runtime), prompt)
 
 
 def longest_prompt(runtime: Runtime, request: int) -> int:
@@ -30,10 +30,10 @@ def longest_prompt(runtime: Runtime, request: int) -> int:
     return min(request - 2, runtime.prompt_limit)
 
 
-def chunk_tokens() -> int | None:
+def chunk_tokens(runtime: Runtime) -> int | None:
     """Tokens of a chunk of a prompt; None without chunked prefill."""
     chunk = get_schedule().chunked_prefill_size
-    return chunk if chunk is not None and chunk > 0 else None
+    return chunk if runtime.chunks_prompts and chunk is not None and chunk > 0 else None
 
 
 def budget_of(req: Any) -> Budget | None:
@@ -45,7 +45,7 @@ def ranked_prompt(runtime: Runtime, req: Any) -> Sequence[int]:
     """The tokens whose last queries rank a one-shot prompt: those of the prompt. If it is thinned, they include the
     answer that its request wrote before a retraction, because chunks end with copies of the last tokens of both."""
     all_tokens, room = req.full_untruncated_fill_ids, runtime.capacity.one_shot
-    thinned = room.segment_blocks(req.kvc_budget, len(all_tokens), format_id_of(runtime, req), chunk_tokens())
+    thinned = room.segment_blocks(req.kvc_budget, len(all_tokens), format_id_of(runtime, req), chunk_tokens(runtime))
     return all_tokens if thinned else req.origin_input_ids
 
 
@@ -81,7 +81,7 @@ def limit_request(req: Any, runtime: Runtime) -> None:
         format_id = format_id_of(runtime, req)
         longest = longest_request(runtime, format_id, budget, prompt)
         if budget is not None and _needs_all_tokens(req):
-            longest = min(longest, runtime.capacity.one_shot.longest_whole(format_id, chunk_tokens()))
+            longest = min(longest, runtime.capacity.one_shot.longest_whole(format_id, chunk_tokens(runtime)))
         params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
     if (why := refusal(req, runtime, budget)) is not None:
@@ -96,7 +96,7 @@ def refusal(req: Any, runtime: Runtime, budget: Budget | None) -> str | None:
     if runtime.generates:
         fits = prompt < longest_request(runtime, format_id, budget, prompt) - 1
     else:
-        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), budget)
+        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(runtime), budget)
     if not fits:
         at_level = f" at {level(req)}" if level(req) else ""
         return (
@@ -111,7 +111,7 @@ def refusal(req: Any, runtime: Runtime, budget: Budget | None) -> str | None:
         )
     if budget is not None and _needs_all_tokens(req):
         try:
-            runtime.capacity.one_shot.check_read(budget, prompt, format_id, chunk_tokens())
+            runtime.capacity.one_shot.check_read(budget, prompt, format_id, chunk_tokens(runtime))
         except ValueError as e:
             return str(e)
     return None

@@ -87,7 +87,7 @@ def _unclaimed_tokens(scheduler: Any, runtime: Runtime, plan: Any) -> float:
         answer *= scheduler.new_token_ratio_tracker.current
         rest = 0 if req.kvc is None else max(0, len(req.full_untruncated_fill_ids) - req.kvc.length)
         if rest:
-            claimed += capacity.rest_tokens(req.kvc, rest, answer, format_id_of(runtime, req), chunk_tokens())
+            claimed += capacity.rest_tokens(req.kvc, rest, answer, format_id_of(runtime, req), chunk_tokens(runtime))
         else:
             claimed += capacity.running_tokens(req.kvc, answer, format_id_of(runtime, req))
     return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size() - claimed

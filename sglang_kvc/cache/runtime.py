@@ -84,6 +84,7 @@ class Runtime:
     host_tier: HostTier | None = None
     gap_blocks: int = 0  # places without a block, over all running sequences
     prompt_limit: int = sys.maxsize  # tokens of the longest prompt that SGLang accepts
+    chunks_prompts: bool = True  # False: the scheduler ignores the option for chunked prefill with this model
     generates: bool = True  # False: the model embeds prompts
     decodes_as_extend: bool = False  # decode steps may run as prefills of one token (DP attention)
     windowed: bool = False  # the model has layers with sliding windows

@@ -374,3 +374,13 @@ def test_empty_server_admits_longest_request(policy, format_id):
         assert comes_in(server, prompt(server, longest - answer, answer))
         more = (8 if policy["high"] == "k8v4" else 5) * P
         assert not comes_in(server, prompt(server, longest - answer + more, answer))
+
+
+@pytest.mark.parametrize("chunks_prompts", [True, False])
+def test_longest_request_is_admitted_if_scheduler_ignores_chunks(chunks_prompts):
+    """SGLang never chunks prompts of some models, whatever the option says. A longer prompt would block the queue."""
+    server = ToyServer(high="k4v4", window=0)
+    server.runtime.chunks_prompts = chunks_prompts
+    longest = longest_request(server.runtime, 1)
+    assert (longest > server.runtime.sizing.capacity_tokens) is chunks_prompts
+    assert comes_in(server, prompt(server, longest - 2, 1), chunk=CHUNK if chunks_prompts else None)
