@@ -54,13 +54,13 @@ def _mix(orig, batch, running_batch):
 
 
 @contextlib.contextmanager
-def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = False):
+def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = False, interval: int = 0):
     """Set SGLang's options for `ModelFreeScheduler`, and apply our hooks outside the scheduler class.
 
-    runtime: None for a stock server, without hooks.
+    runtime: None for a stock server, without hooks. interval: `--prefill-decode-interval`.
     """
     options = dict(device="cpu", attention_backend="torch_native", chunked_prefill_size=chunk or -1)
-    options |= dict(enable_mixed_chunk=mixed, pp_max_micro_batch_size=rows)
+    options |= dict(enable_mixed_chunk=mixed, pp_max_micro_batch_size=rows, prefill_decode_interval=interval)
     with contextlib.ExitStack() as stack:
         stack.enter_context(runtime_context.get_context().override_server_args(**options))
         if runtime is None:
@@ -103,7 +103,8 @@ class ModelFreeScheduler(Scheduler):
         self.running_batch, self.last_batch, self.chunked_req = ScheduleBatch(reqs=[]), None, None
         self.waiting_queue, self.result_queue = [], deque()
         self._pending_chunked_abort_req, self._engine_paused = None, False
-        self.prefill_decode_interval = self.prefill_decode_interval_min_bs = self._prefill_decode_interval_remaining = 0
+        self.prefill_decode_interval = runtime_context.get_schedule().prefill_decode_interval or 0
+        self.prefill_decode_interval_min_bs = self._prefill_decode_interval_remaining = 0
         self.server_args = runtime_context.get_server_args()
         self.page_size, self.chunked_prefill_size, self.max_prefill_tokens = page_size, chunk, 1 << 30
         self.max_running_requests, self.max_prefill_bs, self.forward_ct = rows, rows, 0

@@ -154,7 +154,7 @@ class Agent:
 class Server(ModelFreeScheduler):
     """The scheduler, with a clock that forwards advance."""
 
-    def __init__(self, runtime: Runtime, machine: Machine, options: Options):
+    def __init__(self, runtime: Runtime, machine: Machine):
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(False, pool, allocator, runtime.layout.block_tokens))
@@ -165,7 +165,7 @@ class Server(ModelFreeScheduler):
             ranks = SimpleNamespace(tp_size=1, dp_size=1, nnodes=1, enable_dp_attention=False)
             tree.init_hicache(ranks, None)
             self.enable_hierarchical_cache = True
-        self.processed_tokens_counter, self.prefill_decode_interval = 0, options.interval
+        self.processed_tokens_counter = 0
 
     def submit(self, rid: str, prompt: array, answer: int, hints: dict[str, Any]) -> Req:
         params = SamplingParams(max_new_tokens=answer, ignore_eos=True, custom_params=hints or None)
@@ -296,8 +296,10 @@ def play(
         stack.enter_context(mock.patch.object(JITFunction, "run", lambda *args, **options: None))
         stack.enter_context(mock.patch.object(PageStore, "use_kernels", True))
         runtime = make_runtime(machine, options)
-        stack.enter_context(configured(runtime, rows=ROWS, chunk=CHUNK, mixed=options.mixed))
-        replay = Replay(Server(runtime, machine, options), options, sessions, agents, seed)
+        stack.enter_context(
+            configured(runtime, rows=ROWS, chunk=CHUNK, mixed=options.mixed, interval=options.interval)
+        )
+        replay = Replay(Server(runtime, machine), options, sessions, agents, seed)
         replay.run(warm_up)
         replay.ended.clear()
         replay.run(warm_up + seconds)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
+from sglang.srt.runtime_context import get_schedule
 
 from ..cache.blocks import NO_BLOCKS
 from ..cache.runtime import Runtime
@@ -108,14 +109,33 @@ def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:
 
 
 def prompt_need(adder: Any, runtime: Runtime, req: Any) -> float | None:
-    """Tokens of memory that a prompt with its answer needs; None if it cannot be staged in this prefill."""
+    """Tokens of memory that a prompt with its answer needs, and that running requests need in addition while it is
+    prefilled; None if it cannot be staged in this prefill."""
     admitted = (_staged(adder, runtime, r) for r in adder.can_run_list)
     if not runtime.capacity.may_stage(_staged(adder, runtime, req), admitted):
         return None
     chunk = None if adder.rem_chunk_tokens is None else chunk_tokens(runtime)
     budget, all_tokens = budget_of(req), len(req.full_untruncated_fill_ids)
     written = all_tokens - len(ranked_prompt(runtime, req)) if budget else 0
-    return runtime.capacity.prompt_tokens(*_uncompressed(req), format_id_of(runtime, req), chunk, budget, written)
+    new, answer = _uncompressed(req)
+    need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk, budget, written)
+    return need + _growth_between_chunks(adder, runtime, new)
+
+
+def _growth_between_chunks(adder: Any, runtime: Runtime, new: int) -> float:
+    """Tokens of memory that running requests need beyond their reserve in the decode steps between the chunks of a
+    prompt of `new` tokens (`--prefill-decode-interval`). A partly prefilled prompt cannot give way to them."""
+    interval, chunk = get_schedule().prefill_decode_interval, chunk_tokens(runtime)
+    if not interval or chunk is None or new <= chunk or adder.running_batch is None:
+        return 0.0
+    steps, extra = interval * -(-new // chunk), 0.0
+    for r in adder.running_batch.reqs:
+        rest, format_id = _uncompressed(r)[1], format_id_of(runtime, r)
+        reserved, seq = rest * adder.new_token_ratio, getattr(r, "kvc", None)
+        if min(rest, steps) > reserved:
+            extra += runtime.capacity.running_tokens(seq, min(rest, steps), format_id)
+            extra -= runtime.capacity.running_tokens(seq, reserved, format_id)
+    return extra
 
 
 def _uncompressed(req: Any) -> tuple[int, int]:

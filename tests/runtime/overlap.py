@@ -46,11 +46,13 @@ from .model import CONTEXT, ONE_RANK, ROWS, H, L, P
 
 
 @contextlib.contextmanager
-def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = False, strip: bool = False):
+def configured(
+    runtime, chunk: int | None, retract_every: int, mixed: bool = False, strip: bool = False, interval: int = 0
+):
     """`bench.scheduler.configured` that also retracts a running request every `retract_every` forwards, however much is
-    free. `strip`: with `--strip-thinking-cache`."""
+    free. `strip`: with `--strip-thinking-cache`; `interval`: `--prefill-decode-interval`."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(scheduler_without_model(runtime, rows=ROWS, chunk=chunk, mixed=mixed))
+        stack.enter_context(scheduler_without_model(runtime, rows=ROWS, chunk=chunk, mixed=mixed, interval=interval))
         stack.enter_context(get_serving().override(strip_thinking_cache=strip))
         # Numbers of private requests are part of their namespaces, which decide the rows of `record.py`.
         stack.enter_context(patch.object(request_entry, "_numbers", itertools.count()))

@@ -88,16 +88,16 @@ def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     """Run one server from its start until all requests are answered. Returns how often each event happened."""
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
     runtime.decodes_as_extend = kind.dp
-    with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
+    with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip, interval=kind.interval):
         server = Overlap(runtime, kind.chunk, kind.disable, kind.order, kind.context)
-        server.check_every, server.prefill_decode_interval = CHECK_EVERY, kind.interval
+        server.check_every = CHECK_EVERY
         client = Client(server, seed, kind.levels)
         for turn in range(TURNS):
             client.act()
             if turn == TURNS // 2:
                 server.pause()
             server.turn()
-        for _ in range(10 * TURNS):
+        for _ in range(10 * (1 + kind.interval) * TURNS):  # some of an interval have no forward
             if not server.busy:
                 break
             server.turn()
