@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from bench.client import RequestRefused
 
 from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, border, tokens
+from .test_packed_lifecycle import Stream
 
 pytestmark = pytest.mark.skipif(STOCK, reason="about the host tier of the compressed cache")
 
@@ -212,3 +213,19 @@ def test_longest_prompt_of_any_quality_is_served(hosted, rng):
     assert len(client.generate(tokens(rng, limit), 1, sampling=sampling).ids) == 1
     with pytest.raises(RequestRefused, match=f"up to {limit} tokens"):
         client.generate(tokens(rng, limit + 1), 1, sampling=sampling)
+
+
+def test_cache_can_be_flushed_while_paused_with_loads(hosted, rng):
+    """Prompts in host memory arrive, and a pause retracts all requests while loads for them may be queued or under way.
+    All requests are answered in full after the flush."""
+    client, stored = hosted.client, [tokens(rng, 5 * BLOCK + 3) for _ in range(4)]
+    client.generate_many(stored, 2, parallel=2)
+    client.generate_many([tokens(rng, 5 * BLOCK) for _ in range(30)], 2, parallel=2)
+    running = Stream(hosted, tokens(rng, BLOCK), 300).wait()
+    hits = [Stream(hosted, prompt, 4) for prompt in stored]
+    client.post("/pause_generation", {"mode": "retract"}).raise_for_status()
+    client.flush(wait=0)  # SGLang lets no flush that waits succeed beside waiting requests
+    client.post("/continue_generation", {}).raise_for_status()
+    for stream, length in ((running, 300), *((hit, 4) for hit in hits)):
+        stream.join(120)
+        assert stream.finish == "length" and len(stream.events[-1]["output_ids"]) == length
