@@ -125,8 +125,8 @@ def prompt_need(adder: Any, runtime: Runtime, req: Any) -> float | None:
 def _growth_between_chunks(adder: Any, runtime: Runtime, new: int) -> float:
     """Tokens of memory that running requests need beyond their reserve in the decode steps between the chunks of a
     prompt of `new` tokens (`--prefill-decode-interval`). A partly prefilled prompt cannot give way to them."""
-    interval, chunk = get_schedule().prefill_decode_interval, chunk_tokens(runtime)
-    if not interval or chunk is None or new <= chunk or adder.running_batch is None:
+    interval, chunk, left = get_schedule().prefill_decode_interval, chunk_tokens(runtime), adder.rem_chunk_tokens
+    if not interval or chunk is None or left is None or new <= left or adder.running_batch is None:
         return 0.0
     steps, extra = interval * -(-new // chunk), 0.0
     for r in adder.running_batch.reqs:
