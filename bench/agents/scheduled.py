@@ -9,9 +9,8 @@ nothing, and their times are modeled. As in SGLang, a decode step runs only if n
 stall decoding. Loads from host memory take no time. The load is that of `bench.e2e.agent_replay` with
 `--length-scale 0.25 --time-scale 0.25`. Times are modeled, so compare rows only with each other.
 
-A server is named by its options: `share-0.5` for `--kvc-running-share 0.5`, `floor-k4v2` for `--kvc-floor k4v2`,
-`reuse` for `--kvc-eviction reuse`, `interval-4` for SGLang's `--prefill-decode-interval 4`, and `mixed` for its
-`--enable-mixed-chunk`. `done` and `steps` are hints of the clients, who know each pause to the nearest 2.5 s.
+A server is named by its options (`bench.agents.options`). Clients that send `steps` know each pause to the nearest
+2.5 s.
 """
 
 from __future__ import annotations
@@ -51,14 +50,12 @@ from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.runtime import Runtime
-from sglang_kvc.options.config import REUSE, KvcConfig
-from sglang_kvc.options.request_hints import DONE, STEPS
 
 from . import traces
+from .options import Options
 from .traces import Session, Step
 
 SCALE = 0.25  # of lengths and pauses
-STEP = 10.0 * SCALE  # seconds of a step of a workflow
 LONGEST, PAUSE = 120_000, 300.0  # unscaled tokens and seconds
 ROWS, CHUNK, CONTEXT = 128, 8192, 32_768
 HEAD_DIM = 128  # of the only layer and head
@@ -77,35 +74,6 @@ class Machine:
     prefill_rate: float = 30_000.0
     decode_time: float = 0.008
     launch_time: float = 0.004
-
-
-@dataclass(frozen=True)
-class Options:
-    """share: `--kvc-running-share`. interval: `--prefill-decode-interval`. mixed: `--enable-mixed-chunk`. floor:
-    `--kvc-floor`. reuse: `--kvc-eviction reuse`. done, steps: whether clients send these hints."""
-
-    share: float = 1.0
-    interval: int = 0
-    mixed: bool = False
-    floor: str | None = None
-    reuse: bool = False
-    done: bool = False
-    steps: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Options:
-        """`share-0.5+interval-4+mixed`; ValueError or TypeError for anything else."""
-        kinds, given = {"share": float, "interval": int, "floor": str}, {}
-        for part in text.split("+"):
-            name, _, value = part.partition("-")
-            given[name] = kinds[name](value) if name in kinds else True
-        return cls(**given)
-
-    def config(self, host_memory: int) -> KvcConfig:
-        eviction = REUSE if self.reuse else KvcConfig.eviction
-        return KvcConfig(
-            window=0, running_share=self.share, host_memory=host_memory, floor=self.floor, eviction=eviction
-        )
 
 
 @dataclass(eq=False)
@@ -141,14 +109,6 @@ class Agent:
         prefix = self.tokens[:kept]
         self.tokens = prefix + array("q", self.draw.choices(range(TOKENS), k=step.prompt - len(prefix)))
         return self.tokens
-
-    def hints(self, options: Options) -> dict[str, Any]:
-        """Hints with the prompt of step `at`."""
-        last = self.at + 1 == len(self.steps)
-        hints: dict[str, Any] = {DONE: True} if options.done and last else {}
-        if options.steps and not last:
-            hints[STEPS] = round(self.steps[self.at + 1].pause / STEP)
-        return hints
 
 
 class Server(ModelFreeScheduler):
@@ -243,7 +203,7 @@ class Replay:
             while self.due and self.due[0][0] <= server.now:
                 when, number, agent, counts = heapq.heappop(self.due)
                 step = agent.steps[agent.at]
-                hints = agent.hints(self.options)
+                hints = self.options.hints(agent.steps, agent.at, SCALE)
                 req = server.submit(str(number), agent.prompt(), max(1, step.answer), hints)
                 self.turns[req.rid] = Turn(agent, step, req, when, counts)
             if not server.turn() and not server.waiting_queue:

@@ -3,6 +3,7 @@
     python -m bench.e2e.agent_replay TRACES.json.gz --url http://127.0.0.1:30000 --server NAME    # a running server
     python -m bench.e2e.agent_replay --workload bfcl --data FILE ..      # dialogues with real function results
     ... --arm kvc,stock_fp8 --model <folder> --load-format dummy --tokens 420000   # start these servers one by one
+    ... --arm kvc+share-0.5+done,stock_fp8+interval-16  # with the options of `bench.agents.options`
     ... --list-arms                                     # print the command of each server
     ... --curve 16,32,48,64 --seconds 600 --time-scale 0.5 --append      # add to the result file
     ... --until-missed                                  # stop at the first number of agents that misses a target
@@ -48,7 +49,7 @@ from bench.agents.traces import Session, Step
 from bench.common import RESULTS
 from bench.compare import percentile
 from bench.e2e import dialogues
-from bench.e2e.agent_servers import arms, tier_counters
+from bench.e2e.agent_servers import arm, arms, tier_counters
 from bench.e2e.agent_targets import FIRST_TOKEN_S, meets_targets, most_agents, points, scores
 from bench.e2e.completions import Answer, Completions, Server
 from bench.e2e.dialogues import Dialogue
@@ -67,6 +68,7 @@ LABELS = {  # of servers in plots
 }
 TITLES = {TRACES: "Recorded coding agents", BFCL: "Agents in BFCL's dialogues"}
 TOKENS = range(1000, 9000)  # ids that prompts are drawn from; every vocabulary has them
+Hints = Callable[[Sequence[Step], int], dict[str, Any]]
 
 
 # ---- prompts
@@ -123,10 +125,14 @@ class AnsweredPrompt:
 
 
 class Replay:
-    """`agents` agents that send prompts to `server`. Agent i plays sessions i, i + agents, .., modulo their number."""
+    """`agents` agents that send prompts to `server`. Agent i plays sessions i, i + agents, .., modulo their number.
 
-    def __init__(self, server: Server, sessions: Sequence[Session], agents: int, seed: int = 0):
-        self.server, self.sessions, self.agents, self.seed = server, sessions, agents, seed
+    `hints`: the hints with a prompt, from the steps of its session and the prompt's step."""
+
+    def __init__(
+        self, server: Server, sessions: Sequence[Session], agents: int, seed: int = 0, hints: Hints = lambda *step: {}
+    ):
+        self.server, self.sessions, self.agents, self.seed, self.hints = server, sessions, agents, seed, hints
         self.lock, self.stop, self.ramped_up = threading.Lock(), threading.Event(), threading.Event()
         self.answered: list[AnsweredPrompt] = []
         self.known_tools: set[tuple[int, ...]] = set()  # tool tokens of the sessions started so far
@@ -181,7 +187,7 @@ class Replay:
                         began = time.monotonic()
                     else:
                         pauses += step.pause
-                    answer = self.server.complete(prompt, step.answer)
+                    answer = self.server.complete(prompt, step.answer, self.hints(session.steps, i))
                     last = i == len(session.steps) - 1
                     self.record(answer, step, first, Job(time.monotonic() - began, pauses) if last else None)
                     first = False
@@ -254,7 +260,10 @@ def settings_of(args: argparse.Namespace, sessions: Sequence[Session]) -> dict[s
     return settings
 
 
-def measure(args: argparse.Namespace, url: str, sessions: Sequence[Session], options: Sequence[str] = ()) -> None:
+def measure(
+    args: argparse.Namespace, url: str, sessions: Sequence[Session], flags: Sequence[str] = (),
+    hints: Hints = lambda *step: {},
+) -> None:
     model = requests.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
     settings = settings_of(args, sessions)
     new_rows: dict[str, Any] = {}
@@ -262,9 +271,9 @@ def measure(args: argparse.Namespace, url: str, sessions: Sequence[Session], opt
         name = f"{args.server}.a{agents}"
         if name in earlier_rows(args):
             continue
-        replay = Replay(Completions(url, model, args.text), sessions, agents, seed=agents)
+        replay = Replay(Completions(url, model, args.text), sessions, agents, seed=agents, hints=hints)
         row = replay.run(args.seconds, args.ramp, counters=partial(tier_counters, url))
-        new_rows[name] = row | {"options": list(options), "command": common.command_line()}
+        new_rows[name] = row | {"options": list(flags), "command": common.command_line()}
         shown = {k: v for k, v in row.items() if k not in ("tiers", "tiers_s", "ramp_s")}
         print(name, " ".join(f"{k} {v:.4g}" for k, v in shown.items() if v is not None), flush=True)
         numbers = earlier_rows(args) | new_rows | {"settings": settings}
@@ -276,8 +285,8 @@ def measure(args: argparse.Namespace, url: str, sessions: Sequence[Session], opt
 
 
 def plot(name: str, title: str) -> None:
-    """Plot p90 time to first token over the number of agents, one curve per server. Points that miss a target are
-    hollow."""
+    """Plot p90 time to first token over the number of agents, one curve per server without added options. Points that
+    miss a target are hollow."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -286,6 +295,8 @@ def plot(name: str, title: str) -> None:
     record = json.loads((RESULTS / f"{name}.json").read_text())
     figure, axis = pyplot.subplots(figsize=(6.5, 4))
     for server, rows in points(record["numbers"]).items():
+        if "+" in server:
+            continue
         agents, first_token = [n for n, _ in rows], [row["first_token_s_p90"] for _, row in rows]
         (line,) = axis.plot(agents, first_token, "o-", label=LABELS.get(server, server))
         for n, row in rows:
@@ -304,8 +315,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("traces", type=Path, nargs="?")
     p.add_argument("--workload", default=TRACES, choices=list(NAMES))
     p.add_argument("--url", help="address of a running server")
-    p.add_argument("--arm", help="names of servers to start one by one, separated by commas; see --list-arms")
-    p.add_argument("--list-arms", action="store_true", help="print the command of each server and exit")
+    p.add_argument("--arm", help="servers to start one by one, separated by commas, such as kvc or kvc+share-0.5")
+    p.add_argument("--list-arms", action="store_true", help="print the name and command of each server and exit")
     p.add_argument("--plot", action="store_true", help="plot the result file and exit")
     p.add_argument("--server", default="", help="result name of the server at --url; default: `server`")
     p.add_argument("--model", help="for --arm and for the tokenizer of bfcl; default: the demo model")
@@ -333,8 +344,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             p.error("either TRACES or --workload bfcl, and either --url or --arm are required")
     if args.text and args.workload == BFCL:
         p.error("--text requires TRACES, because the prompts of bfcl are token ids")
-    if unknown := {*(args.arm or "").split(",")} - {"", *arms(args)}:
-        p.error(f"no such arm: {', '.join(sorted(unknown))}; choose from {', '.join(arms(args))}")
+    try:
+        for name in filter(None, (args.arm or "").split(",")):
+            arm(args, name)
+    except ValueError as error:
+        p.error(str(error))
     args.server = args.server or "server"
     return args
 
@@ -358,10 +372,12 @@ def main() -> None:
     sessions = load(args)
     if args.url:
         return measure(args, args.url.rstrip("/"), sessions)
-    for arm in args.arm.split(","):
-        with common.Server([*arms(args)[arm], "--load-format", args.load_format], model=args.model) as server:
-            args.server = arm
-            measure(args, server.client.url, sessions, server.args)
+    for name in args.arm.split(","):
+        args.server = name
+        flags, options = arm(args, name)
+        with common.Server([*flags, "--load-format", args.load_format], model=args.model) as server:
+            hints = partial(options.hints, scale=args.time_scale)
+            measure(args, server.client.url, sessions, server.args, hints)
         args.append = True  # the next arm must keep these rows
     return None
 

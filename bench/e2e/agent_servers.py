@@ -9,6 +9,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench import common
+from bench.agents.options import Options
 
 HICACHE = "sglang:hicache_host_total_tokens"  # reported from the start if the hierarchical cache is on
 HICACHE_BYTES = {  # SGLang's metrics -> this plug-in's counters
@@ -38,6 +39,23 @@ def arms(args: argparse.Namespace) -> dict[str, list[str]]:
         servers["kvc_disk"] = [*ours, *tiers, "--kvc-disk", args.disk]
     common_options = ["--schedule-policy", "hrrn", "--enable-cache-report", "--enable-metrics"]
     return {name: [*options, *common_options] for name, options in servers.items()}
+
+
+def arm(args: argparse.Namespace, name: str) -> tuple[list[str], Options]:
+    """Options of the server `name`, which is one of `arms` or one with more options: `kvc+share-0.5+interval-4`.
+
+    Raises:
+        ValueError: there is no such server or option.
+    """
+    base, plus, added = name.partition("+")
+    servers = arms(args)
+    if base not in servers:
+        raise ValueError(f"no such arm: {name}; choose from {', '.join(servers)}")
+    try:
+        options = Options.parse(added) if plus else Options()
+    except (TypeError, ValueError):
+        raise ValueError(f"no such options of an arm: {added}; see bench.agents.options") from None
+    return [*servers[base], *options.flags()], options
 
 
 def tier_counters(url: str) -> dict[str, float]:

@@ -24,7 +24,7 @@ class Answer:
 
 
 class Server(Protocol):
-    def complete(self, prompt: list[int], answer: int) -> Answer: ...
+    def complete(self, prompt: list[int], answer: int, hints: dict[str, Any] | None = None) -> Answer: ...
 
 
 @dataclass
@@ -35,9 +35,11 @@ class Completions:
     model: str = "default"
     text: bool = False
 
-    def complete(self, prompt: list[int], answer: int) -> Answer:
+    def complete(self, prompt: list[int], answer: int, hints: dict[str, Any] | None = None) -> Answer:
+        """Send `hints` as `custom_params`."""
         content: Any = " ".join(WORDS[i % len(WORDS)] for i in prompt) if self.text else prompt
         body = {"model": self.model, "prompt": content, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+        body |= {"custom_params": hints} if hints else {}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         began, first, usage, chunks = time.monotonic(), None, {}, 0
         headers = {"Content-Type": "application/json"}

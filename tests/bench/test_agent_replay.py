@@ -5,10 +5,12 @@ import json
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from bench.agents.options import Options
 from bench.agents.traces import Session, Step
 from bench.e2e import agent_replay, agent_servers, dialogues
 from bench.e2e.agent_replay import (
@@ -24,6 +26,7 @@ from bench.e2e.agent_replay import (
     summary,
 )
 from bench.e2e.agent_targets import knee
+from sglang_kvc.options.request_hints import DONE, STEPS
 from tests.bench.test_agents import DATA, Letters, text
 
 
@@ -35,15 +38,16 @@ class Cache:
     """A server that remembers all prompts; each answer takes a millisecond."""
 
     def __init__(self, fail_after=10**9):
-        self.prompts, self.fail_after, self.lock = [], fail_after, threading.Lock()
+        self.prompts, self.hints, self.fail_after, self.lock = [], [], fail_after, threading.Lock()
 
-    def complete(self, prompt, answer):
+    def complete(self, prompt, answer, hints=None):
         time.sleep(0.001)
         with self.lock:
             if len(self.prompts) >= self.fail_after:
                 raise ConnectionError("gone")
             hit = max((common_prefix(prompt, old) for old in self.prompts), default=0)
             self.prompts.append(prompt)
+            self.hints.append(hints)
         return Answer(0.5, 0.5 + 0.02 * (answer - 1), answer, len(prompt), min(hit, len(prompt) - 1))
 
 
@@ -91,6 +95,14 @@ def test_recomputed_tokens_are_counted():
     assert silent["from_cache"] is silent["computed_again"] is None and silent["sessions_h"] == 360
     assert silent["job_s_p50"] == silent["job_s_p99"] == 4.0 and silent["job_share_paused"] == 0.25
     assert "job_s_p50" not in row
+
+
+def test_agents_send_hints_of_the_step():
+    server, options = Cache(), Options(done=True, steps=True)
+    replay = Replay(server, [session("a")], 1, hints=partial(options.hints, scale=0.001))
+    replay.run(0.2, ramp=5)
+    by_length = {len(prompt): hints for prompt, hints in zip(server.prompts, server.hints)}
+    assert by_length == {10: {STEPS: 1}, 14: {STEPS: 0}, 8: {DONE: True}}
 
 
 def test_failed_agent_ends_run():
@@ -177,6 +189,19 @@ def test_arms_have_equal_memory():
     assert hicache[hicache.index("--hicache-size") + 1] == "5"
 
 
+def test_options_are_added_to_an_arm():
+    args = agent_replay.arguments(["--list-arms"])
+    flags, options = agent_servers.arm(args, "kvc_tiers+share-0.5+interval-16+mixed+floor-k4v2+reuse+done")
+    assert flags == agent_servers.arms(args)["kvc_tiers"] + [
+        "--kvc-running-share", "0.5", "--prefill-decode-interval", "16", "--enable-mixed-chunk", "--kvc-floor", "k4v2",
+        "--kvc-eviction", "reuse",
+    ] and options.done and not options.steps  # fmt: skip
+    assert agent_servers.arm(args, "stock_fp8") == (agent_servers.arms(args)["stock_fp8"], Options())
+    for wrong in ("kvd", "kvc+shares-1", "kvc+share-x", "kvc+"):
+        with pytest.raises(SystemExit):
+            agent_replay.arguments(["traces", "--arm", f"kvc,{wrong}"])
+
+
 def test_disk_arm_adds_only_disk():
     arms = agent_servers.arms(agent_replay.arguments(["--list-arms", "--disk", "d"]))
     added = [option for option in arms["kvc_disk"] if option not in arms["kvc_tiers"]]
@@ -211,6 +236,7 @@ def test_streamed_answer_is_timed():
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             assert body["prompt"] == [5, 6, 7] and body["max_tokens"] == 3 and body["stream"]
+            assert body.get("custom_params") == {DONE: True}
             self.send_response(200)
             self.end_headers()
             usage = {"prompt_tokens": 3, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -225,7 +251,7 @@ def test_streamed_answer_is_timed():
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    answer = Completions(f"http://127.0.0.1:{server.server_port}").complete([5, 6, 7], 3)
+    answer = Completions(f"http://127.0.0.1:{server.server_port}").complete([5, 6, 7], 3, {DONE: True})
     server.shutdown()
     assert (answer.tokens, answer.prompt, answer.cached) == (3, 3, 2)
     assert 0.04 < answer.first_token < answer.seconds - 0.1
@@ -297,7 +323,7 @@ def test_tools_count_as_sent_before_from_second_session_on(bfcl):
     assert {prompt.shared for prompt in replay.answered} >= tools
 
     class Empty(Cache):
-        def complete(self, prompt, answer):
+        def complete(self, prompt, answer, hints=None):
             return replace(super().complete(prompt, answer), cached=0)
 
     forgot = Replay(Empty(), sessions, 1).run(0.3, ramp=5)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from bench.agents.scheduled import Agent, Machine, Options, Turn, play, row
+from bench.agents.options import Options
+from bench.agents.scheduled import Machine, Turn, play, row
 from bench.agents.traces import Session, Step
 from sglang_kvc.options.request_hints import DONE, STEPS
 
@@ -45,14 +46,11 @@ def test_name_of_a_server_gives_its_options():
 
 
 def test_clients_send_hints_about_the_next_prompt():
-    """The last prompt of a session says so, and the others how many steps of 2.5 s the pause takes."""
-    agent, hints = Agent(random.Random(0)), Options(reuse=True, done=True, steps=True)
-    agent.begin(Session("0", 0, tuple(Step(100, 0, 1, pause) for pause in (0.0, 10.0, 1.0))), 0)
-    sent = []
-    for agent.at in range(3):
-        sent.append(agent.hints(hints))
-    assert sent == [{STEPS: 4}, {STEPS: 0}, {DONE: True}]
-    assert not agent.hints(Options(reuse=True))
+    """The last prompt of a session says so, and the others how many steps the pause takes."""
+    options = Options(reuse=True, done=True, steps=True)
+    steps = tuple(Step(100, 0, 1, pause) for pause in (0.0, 10.0, 1.0))
+    assert [options.hints(steps, at, 0.25) for at in range(3)] == [{STEPS: 4}, {STEPS: 0}, {DONE: True}]
+    assert options.hints(steps, 0, 0.5) == {STEPS: 2} and not Options(reuse=True).hints(steps, 0, 0.25)
 
 
 def test_decode_interval_and_mixed_chunks_give_answers():
