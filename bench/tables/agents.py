@@ -13,12 +13,17 @@ from bench.e2e.plot import points
 
 from .text import CARDS, lines, pictures, sha, titled, worded
 
-REPLAYED = {"agent_replay": "Recorded coding agents", "agent_replay_bfcl": "Agents in BFCL's dialogues"}
+REPLAYED = {
+    "agent_replay": "Recorded coding agents",
+    "agent_replay_options": "Recorded coding agents with more options",
+    "agent_replay_bfcl": "Agents in BFCL's dialogues",
+}
 LEGEND = """Agents run in a closed loop: an agent sends its next step when it has its answer and a pause is over. Each
 row is one server with one number of agents. All servers have the same KV memory. The weights are random.
 
 * *Servers.* `k4v4` with host memory is a server with `--kvc-host-memory`, and `hicache` is SGLang's hierarchical cache
-  with the same host memory. A server with disk also has `--kvc-disk`.
+  with the same host memory. A server with disk also has `--kvc-disk`. More options follow a plus sign, named as in
+  `bench/agents/options.py`: `share-0.5` is `--kvc-running-share 0.5`, and `done` and `steps` are hints of the clients.
 * *Within targets* says whether the 90th percentiles are at most 2 s to the first token and 25 ms per output token. The
   first table of a workload has the most agents before the first point that misses one.
 * *Cache hits* is the share of prompt tokens that come from the prefix cache. *Again* is the share that is computed a
@@ -78,7 +83,7 @@ def _most(records: dict[str, dict]) -> list[str]:
         return f"{bound}{most[card][server]}" if most[card][server] else f"fewer than {min(measured)}"
 
     servers = dict.fromkeys(server for curve in curves.values() for rows in curve.values() for server in rows)
-    rows = [[worded(server), *(cell(card, server) for card in records)] for server in servers]
+    rows = [[_named(server), *(cell(card, server) for card in records)] for server in servers]
     return lines(["most agents within targets", *records], rows)
 
 
@@ -125,7 +130,7 @@ def _point(server: str, agents: int, row: dict, marks: dict[str, str]) -> list[s
     """Row of a point. `marks`: source of points from other runs -> its mark."""
     again = row.get("computed_again")
     return [
-        worded(server),
+        _named(server),
         f"{agents} {marks.get(row.get('source'), '')}".strip(),
         "yes" if meets_targets(row) else "no",
         "" if row["from_cache"] is None else f"{100 * row['from_cache']:.0f}%",
@@ -138,6 +143,12 @@ def _point(server: str, agents: int, row: dict, marks: dict[str, str]) -> list[s
         _rates(row, "host_saved_bytes", "host_loaded_bytes"),
         _rates(row, "disk_written_bytes", "disk_read_bytes"),
     ]
+
+
+def _named(server: str) -> str:
+    """Name of a server in words, and its added options."""
+    base, _, added = server.partition("+")
+    return worded(base) + (f" + `{added}`" if added else "")
 
 
 def _seconds(s: float) -> str:
