@@ -216,6 +216,8 @@ class KvcRadixCache(DiskCache, StreamingCache):
         """Free the blocks of the node and of its ancestors, up to the first node that another request uses."""
         core = self.tree_core
         while not core.is_root(node_id) and (node := core.node_by_id(node_id)) in core.evictable_device_leaves:
+            if not self._drop_stored_below(node):
+                return
             parent = node.parent.id
             self._apply_eviction_result(core.evict_device_leaf(node_id, is_write_back=False))
             if node.backuped:

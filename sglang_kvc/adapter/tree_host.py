@@ -201,6 +201,18 @@ class HostCache(UnifiedRadixCache):
         for node_id in list(self.ongoing_write_through):
             self._finish_write_through_ack(node_id)
 
+    def _stored_blocks(self, node) -> np.ndarray:
+        """Ids of the node's blocks in host memory."""
+        return self.component.blocks_at(node.component_data[self.component.component_type].host_value)
+
+    def _drop_stored_below(self, node) -> bool:
+        """Drop all nodes below a leaf of the device, which are only on the host. False if one is locked."""
+        for child in list(node.children.values()):
+            if not self._drop_stored_below(child) or child not in self.tree_core.evictable_host_leaves:
+                return False
+            self._drop_stored_leaf(child)
+        return True
+
     def _drop_stored_leaf(self, node) -> None:
         """Drop a leaf whose blocks are only on the host, and free them."""
         device_frees: dict = {}
@@ -220,12 +232,11 @@ class HostCache(UnifiedRadixCache):
             locked.
         others_run: whether running requests will free memory when they end.
         """
-        node_id, component = req.best_match_node, self.component
+        node_id = req.best_match_node
         nodes = [node for node in self._path(self.tree_core.node_by_id(node_id)) if node.evicted]
         if not nodes or any(node.load_back_pending_id is not None for node in nodes):
             return Hit.LOADING  # for this prompt or, in part, for another one; without nodes, the blocks have arrived
-        stored = [component.blocks_at(node.component_data[component.component_type].host_value) for node in nodes]
-        ids = np.concatenate(stored)
+        ids = np.concatenate([self._stored_blocks(node) for node in nodes])
         host_lock, lock = self.inc_host_lock_ref(node_id).to_dec_params(), self.inc_lock_ref(node_id).to_dec_params()
         capacity, pages = self.runtime.capacity, self.host_tier.pages_of(ids)
         if capacity.tokens_of_pages(pages) > room() or not capacity.reaches(pages, len(ids)):
