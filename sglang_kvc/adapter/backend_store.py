@@ -221,10 +221,19 @@ class BackendStore:
         self.damaged += 1
         self._damaged.add(key)
 
-    def clear(self) -> None:
+    def remove(self, key: bytes) -> None:
+        """Do nothing: SGLang's backends cannot remove single records."""
+
+    def clear(self) -> bool:
         """Remove everything in the backend, including records of other servers."""
-        self.backend.clear()
+        try:
+            self.backend.clear()
+        except Exception as error:
+            kind, name = type(error).__name__, type(self.backend).__name__
+            logger.warning("kvc: the storage backend %s cannot be cleared: %s: %s", name, kind, error)
+            return False
         self._damaged.clear()
+        return True
 
 
 def backend_settings(args: Any) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class DiskCache(HostCache):
     """The part of `KvcRadixCache` that serves `--kvc-disk` and `--hicache-storage-backend`."""
 
     disk: DiskTier | None = None
+    names_store = False  # once the weights are there again
 
     def init_hicache(self, server_args, params) -> None:
         super().init_hicache(server_args, params)
@@ -89,20 +90,26 @@ class DiskCache(HostCache):
         self.lookups: list[_PrefixFetch] = []
         self.fetches: list[_PrefixFetch] = []
         if self.disk is not None:
-            self.disk.store = self.disk.store.of(identity(self.runtime))  # the weights may have changed
+            self._name_store()  # the weights may have changed
+
+    def _name_store(self) -> None:
+        """Use the store of the present weights, or later if `--enable-memory-saver` has released them."""
+        self.names_store = self.runtime.weights_released
+        if not self.names_store:
+            self.disk.store = self.disk.store.of(identity(self.runtime))
 
     @property
     def _uses_disk(self) -> bool:
         """Also False if the cache has blocks of weights other than the present ones."""
-        return self.disk is not None and not self.runtime.weights_changed
+        return self.disk is not None and not self.runtime.weights_changed and not self.names_store
 
     def clear_storage_backend(self) -> bool:
         """Called for `/hicache/storage-backend/clear`: remove the records."""
         if self.disk is None:
             return False
-        self.disk.clear()
+        done = self.disk.clear()
         self.runtime.cleared += 1
-        return True
+        return done
 
     def attach_storage_backend(self, *args, **kwargs) -> tuple[bool, str]:
         return False, (
@@ -120,13 +127,29 @@ class DiskCache(HostCache):
 
     def _execute_kv_backup(self, node_id, device_value, comp_xfers, sidecar_xfers):
         slots = super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
-        node = self.tree_core.node_by_id(node_id)
-        if self._uses_disk and slots is not None and not is_private(node.key.extra_key):
-            keys, first = _keys(self._hashes(node)), self._blocks_before(node)
-            if self.disk.write_behind(self.component.blocks_at(slots), keys, first):
-                self._note_use(node)
-            node.kvc_written = self.runtime.cleared
+        if self._uses_disk and slots is not None:
+            self._write(self.tree_core.node_by_id(node_id), self.component.blocks_at(slots))
         return slots
+
+    def _write(self, node, stored: np.ndarray) -> None:
+        """Write the blocks of `node`, whose copies in host memory are `stored`."""
+        if is_private(node.key.extra_key):
+            return
+        if self.disk.write_behind(stored, _keys(self._hashes(node)), self._blocks_before(node)):
+            self._note_use(node)
+        node.kvc_written = self.runtime.cleared
+
+    def _write_again(self, node) -> bool:
+        """Write a node that is in host memory and was written before the disk was cleared. False: it is not in host
+        memory."""
+        if node.backuped and written_at(node) != self.runtime.cleared:
+            self._write(node, self._stored_blocks(node))
+        return node.backuped
+
+    def _evict_device_leaf(self, node_id, tracker):
+        if self._uses_disk:
+            self._write_again(self.tree_core.node_by_id(node_id))
+        return super()._evict_device_leaf(node_id, tracker)
 
     def _blocks_before(self, node) -> int:
         return sum(len(n.key) for n in self._path(node.parent)) // self.page_size
@@ -173,7 +196,7 @@ class DiskCache(HostCache):
         self._note_use(self.tree_core.node_by_id(node_id))
         blocks, left = self.runtime.blocks, self.host_tier.memory.num_units
         for node in self._path(self.tree_core.node_by_id(node_id)):
-            if node.backuped or node.evicted or node.write_through_pending_id is not None:
+            if node.evicted or node.write_through_pending_id is not None or self._write_again(node):
                 continue
             if written_at(node) == self.runtime.cleared:
                 continue
@@ -304,6 +327,8 @@ class DiskCache(HostCache):
         super().check_hicache_events()
         if self.disk is None:
             return
+        if self.names_store:
+            self._name_store()
         while self.lookups and self._agreed(int(self.lookups[0].lookup.finished)):
             first = self.lookups.pop(0)
             self._begin(first, first.lookup.sizes)
@@ -335,11 +360,12 @@ class DiskCache(HostCache):
             self.disk.abandon(fetched.fetch)
         ids, p, tier = fetched.fetch.ids, self.page_size, self.host_tier
         num_found = self._agreed(fetched.fetch.found) if fetched.host_lock is not None else 0
+        if num_found:
+            num_found = self._agree_on_records(fetched.hashes[:num_found], ids[:num_found])
         intact, unused = ids[:num_found], ids[num_found:]
         if num_found:
             if self.tier_metrics is not None:
                 self.tier_metrics.report_reads(num_found)
-            tier.pages[intact] = self.runtime.reduce_max(torch.from_numpy(tier.pages[intact])).numpy()
             key = fetched.key[: num_found * p]
             result = self.tree_core.insert_host(
                 fetched.anchor, key, self.component.slots_of(intact), fetched.hashes[:num_found]
@@ -356,6 +382,19 @@ class DiskCache(HostCache):
         fetched.req.kvc_found -= (len(ids) - num_found) * p
         if fetched.host_lock is not None:
             self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
+
+    def _agree_on_records(self, hashes: Sequence[str], ids: np.ndarray) -> int:
+        """Give the stored blocks `ids`, which every rank has read, the most pages of all ranks. Returns the number of
+        blocks, from the first on, that have one format on all ranks: a rank may have failed to write a block before it
+        was demoted, and have written it afterwards. The record of any other block is removed."""
+        tier = self.host_tier
+        pages, formats = (torch.from_numpy(facts[ids].astype(np.int64)) for facts in (tier.pages, tier.format_id))
+        pages, highest, lowest = self.runtime.reduce_max(torch.stack([pages, formats, -formats]))
+        tier.pages[ids] = pages.numpy()
+        differ = np.flatnonzero((highest != -lowest).numpy())
+        for key in _keys([hashes[i] for i in differ]):
+            self.disk.store.forget(key, "the ranks wrote it in different formats")
+        return int(differ[0]) if len(differ) else len(ids)
 
     def _drop_subtree_no_host(self, node_id: int, tracker) -> bool:
         """Drop a node for which host memory has no room. Reads that continue it become useless and lose their lock,

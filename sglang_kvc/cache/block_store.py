@@ -89,8 +89,11 @@ class BlockStore(Protocol):
     def forget(self, key: bytes, reason: str) -> None:
         """Never serve the record of `key` again, because it is damaged."""
 
-    def clear(self) -> None:
-        """Remove all records of this identity."""
+    def remove(self, key: bytes) -> None:
+        """Remove the record of `key`, if the store can remove single records."""
+
+    def clear(self) -> bool:
+        """Remove all records of this identity; returns whether none is left. A failure is logged."""
 
 
 def header(identity: bytes, key: bytes, stored: Stored, record: np.ndarray) -> bytes:

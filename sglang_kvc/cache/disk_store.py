@@ -97,14 +97,22 @@ class DiskStore:
             return self
         stores = self._account.stores
         with self._lock:
-            for store in [*stores.values()][:-1]:
-                if not len(store) and not store._writing:
-                    del stores[store.identity]
+            empty = [store for store in [*stores.values()][:-1] if not len(store) and not store._writing]
+            for store in empty:
+                del stores[store.identity]
             known = stores.pop(identity, None)
             if known is not None:
                 stores[identity] = known
-                return known
-        return DiskStore(self.folder.parent, identity, account=self._account)
+        for store in empty:
+            if store is not known:
+                store._remove_folders()
+        return known or DiskStore(self.folder.parent, identity, account=self._account)
+
+    def _remove_folders(self) -> None:
+        """Remove the folders of this identity that are empty."""
+        for folder in (*_entries(self.folder), self.folder):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
 
     @property
     def limit(self) -> int:
@@ -263,12 +271,24 @@ class DiskStore:
             raise
         return True
 
-    def clear(self) -> None:
+    def remove(self, key: bytes) -> None:
+        with self._lock:
+            self._drop(key)
+        _remove(self.path(key))
+
+    def clear(self) -> bool:
         """Remove all files of this identity."""
+        failed: OSError | None = None
         for key in list(self._sizes):
             with self._lock:
                 self._drop(key)
-            _remove(self.path(key))
+            try:
+                self.path(key).unlink(missing_ok=True)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            logger.warning("kvc: some files in %s cannot be removed: %s", self.folder, failed)
+        return failed is None
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
         """Read a record of `record.nbytes` bytes into `record`, uint8. None if the file is missing, damaged, of

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .host_tier import HostTier
 
 MAX_WRITES = 256  # writes under way
+MAX_WAITING = 2  # waiting writes for each unit of host memory; each stored block has at least one unit
 LOOKUP_SECONDS = 2.0  # a prompt waits at most this long for a lookup, and a flush for writes
 STALL_SECONDS = 60.0  # a prompt waits for reads until none of them has begun or ended for this long
 USE_SECONDS = 1.0  # uses of a block within this time count once
@@ -30,12 +31,14 @@ SAVE_SECONDS = 60.0  # uses are saved this often; a killed server loses those af
 
 @dataclass(eq=False)
 class _Write:
-    """A stored block, and its generation, whose record is written under `key`. use: its last use."""
+    """A stored block, and its generation, whose record is written under `key`. use: its last use. cleared: how often the
+    store had been cleared."""
 
     i: int
     generation: int
     key: bytes
     use: int
+    cleared: int
 
 
 @dataclass(eq=False)
@@ -100,7 +103,9 @@ class DiskTier:
         self._writes: dict[bytes, _Write] = {}  # waiting or under way
         self._waiting: deque[_Write] = deque()
         self._writing: deque[tuple[Future, _Write]] = deque()
+        self._cleared = 0  # how often the store was cleared
         self._use_time, self._save_at = 0, time.monotonic() + SAVE_SECONDS
+        self._epoch = time.time_ns() - time.monotonic_ns()  # the clock may be set back while the server runs
         self._fetches: deque[Fetch] = deque()  # whose reads are not submitted
         self._moved = time.monotonic()  # when any read began or ended last
         self._hanging: list[Future] = []  # reads that were abandoned and may not have ended
@@ -111,7 +116,7 @@ class DiskTier:
     def use_time(self) -> int:
         """The time of a use that happens now. It changes once in `USE_SECONDS`, so that callers can skip blocks that
         they have touched at this time."""
-        now = time.time_ns()
+        now = self._epoch + time.monotonic_ns()
         if now - self._use_time > 1e9 * USE_SECONDS:
             self._use_time = now
         return self._use_time
@@ -132,9 +137,21 @@ class DiskTier:
         generations, use, before = self.tier.generation[ids].tolist(), self.use_time(), len(self._waiting)
         for at, (i, generation, key) in enumerate(zip(ids.tolist(), generations, keys), first):
             if self.store.record_bytes(key) is None:
-                self._writes[key] = _Write(i, generation, key, use - BLOCK_NS * at)
+                self._writes[key] = _Write(i, generation, key, use - BLOCK_NS * at, self._cleared)
                 self._waiting.append(self._writes[key])
-        return len(self._waiting) > before
+        any_new = len(self._waiting) > before
+        if len(self._waiting) > MAX_WAITING * self.tier.memory.num_units:  # the store is slow or hangs
+            self._drop_outdated()
+        return any_new
+
+    def _drop_outdated(self) -> None:
+        """Forget waiting writes of blocks that have left host memory."""
+        waiting, self._waiting = self._waiting, deque()
+        for write in waiting:
+            if self.tier.generation[write.i] == write.generation:
+                self._waiting.append(write)
+            else:
+                self._end_write(write)
 
     def poll(self) -> None:
         """Start reads and writes, collect finished writes, and save uses. The scheduler calls this in every turn."""
@@ -173,12 +190,15 @@ class DiskTier:
         stored = Stored(int(tier.format_id[i]), int(tier.pages[i]), int(tier.start[i]))
         units = tier.units[i]
         record = tier.memory.data.numpy()[units[units >= 0]].ravel()
-        if tier.generation[i] != write.generation:
+        if tier.generation[i] != write.generation or write.cleared != self._cleared:
             return False
         use = write.use
         written = store.write(write.key, stored, record[: tier.layout.record.num_bytes(stored.pages)], use)
         if written and write.use != use:  # used in the meantime
             store.touch([write.key], write.use)
+        if written and write.cleared != self._cleared:  # the store was cleared in the meantime
+            store.remove(write.key)
+            return False
         return written
 
     # ---- from the disk
@@ -261,11 +281,13 @@ class DiskTier:
         wait([write for write, _ in self._writing], LOOKUP_SECONDS)
         self._forget_writes()
 
-    def clear(self) -> None:
-        """Remove all records. Blocks that wait for their write are not written any more."""
-        wait([write for write, _ in self._writing if not write.cancel()])
+    def clear(self) -> bool:
+        """Remove all records; returns whether the store could. Blocks that wait for their write are not written any
+        more. Writes that take more than `LOOKUP_SECONDS` to end remove their record themselves."""
+        self._cleared += 1
+        wait([write for write, _ in self._writing if not write.cancel()], LOOKUP_SECONDS)
         self._forget_writes()
-        self.store.clear()
+        return self.store.clear()
 
     def _forget_writes(self) -> None:
         for writes in (self._waiting, self._writing, self._writes):

@@ -90,6 +90,7 @@ class Runtime:
     windowed: bool = False  # the model has layers with sliding windows
     cleared: int = 0  # times that the cache or the disk was emptied
     weights_changed: bool = False  # since the last reset
+    weights_released: bool = False  # by `--enable-memory-saver`
     released: bool = False  # the page store's memory is released, and nothing may touch it
     weights: Callable[[], bytes] = lambda: b""  # identifies the weights
     model: Callable[[], str] = lambda: ""  # identifies everything else that K and V are computed from

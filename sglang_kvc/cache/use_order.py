@@ -29,6 +29,8 @@ class UseOrder:
 
     def remove(self, key: bytes) -> None:
         self.uses.pop(key, None)
+        if len(self._queue) > 2 * len(self.uses) + 100:  # most entries are of removed keys
+            self._queue = sorted((use, key) for key, use in self.uses.items())
 
     def touch(self, keys: Sequence[bytes], use: int) -> None:
         """Note a use of adjacent blocks of a prompt, of the first one at `use`. Unknown keys are skipped."""

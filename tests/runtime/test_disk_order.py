@@ -29,7 +29,8 @@ SIZE, FILE = 300 + HEADER_BYTES, 9880  # bytes of a file: with `record_of`, and 
 def clock(monkeypatch):
     """A clock in seconds that the test advances."""
     now = [1_000]
-    monkeypatch.setattr(time, "time_ns", lambda: now[0] * 10**9)
+    for name in ("time_ns", "monotonic_ns"):
+        monkeypatch.setattr(time, name, lambda: now[0] * 10**9)
     return now
 
 
@@ -152,7 +153,7 @@ def test_running_request_counts_as_a_use(tmp_path, clock):
         run(server)
 
 
-def test_use_counts_for_blocks_that_wait_for_their_write(tier, clock):  # noqa: F811
+def test_use_counts_for_blocks_that_wait_for_their_write(clock, tier):  # noqa: F811
     keys = written(tier, stored(tier, 3))
     clock[0] += 60
     tier.touch(keys, tier.use_time())
@@ -218,7 +219,7 @@ def test_times_in_the_future_count_as_now(tmp_path, clock):
     assert store.write(key_of(2), STORED, record_of(2))
 
 
-def test_uses_are_saved_by_a_thread(tier, clock, monkeypatch):  # noqa: F811
+def test_uses_are_saved_by_a_thread(clock, tier, monkeypatch):  # noqa: F811
     keys = written(tier, stored(tier, 2))
     tier._writers.turn(1)
     clock[0] += 60
@@ -230,3 +231,28 @@ def test_uses_are_saved_by_a_thread(tier, clock, monkeypatch):  # noqa: F811
     assert tier.store.path(keys[0]).stat().st_mtime_ns == 1000 * 10**9
     tier._writers.turn(1)
     assert [tier.store.path(key).stat().st_mtime_ns for key in keys] == [1060 * 10**9, 1060 * 10**9 - BLOCK_NS]
+
+
+def test_clock_that_is_set_back_does_not_change_the_order(tmp_path, clock, monkeypatch):
+    one, two, three = (tokens(i, 8) for i in (1, 2, 3))
+    with serve(tmp_path, disk_size=9 * FILE) as server:
+        clock[0] += 10_000
+        ask(server, one)
+        monkeypatch.setattr(time, "time_ns", lambda: 0)
+        for prompt in (two, three):
+            clock[0] += 5
+            ask(server, prompt)
+        assert [found(server, prompt) for prompt in (one, two, three)] == [0, 1, 8]
+
+
+def test_removed_keys_leave_the_queue():
+    order = UseOrder()
+    for step in range(20):
+        keys = [key_of(100 * step + i) for i in range(50)]
+        for key in keys:
+            order.add(key, step)
+        for key in keys[:-1]:
+            order.remove(key)
+    assert len(order.uses) == 20 and len(order._queue) < 200
+    order.settle()
+    assert order.oldest() == key_of(49)

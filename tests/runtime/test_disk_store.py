@@ -363,3 +363,26 @@ def test_concurrent_writes_of_same_block_count_once(tmp_path):
         list(threads.map(lambda i: store.write(key_of(i % 7), STORED, record_of(i % 7)), range(200)))
     files = [p.stat().st_size for p in store.folder.rglob("*.kvc")]
     assert store.num_bytes == sum(files) == size * len(store) <= store.limit and max(folder_bytes) <= store.limit
+
+
+def test_empty_folders_of_earlier_weights_are_removed(tmp_path):
+    store = DiskStore(tmp_path, MODEL, limit=4 * (300 + HEADER_BYTES))
+    for update in range(20):
+        store = store.of(bytes([update]) * 32)
+        for i in range(4):
+            assert store.write(key_of(100 * update + i), STORED, record_of(i))
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(folders) <= 2 * 5 and all(store.path(key_of(1900 + i)).exists() for i in range(4))
+
+
+def test_clear_reports_files_that_cannot_be_removed(tmp_path, monkeypatch, caplog):
+    store = DiskStore(tmp_path, MODEL, limit=10_000)
+    store.write(key_of(1), STORED, record_of(1))
+
+    def refuse(self, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert not store.clear() and "cannot be removed" in caplog.text
+    assert store.clear()

@@ -9,14 +9,17 @@ import torch
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
 
 from kvc_patches import memory_saver
+from sglang_kvc.adapter.model_identity import weights_digest
 from tests.server.saver_on_cpu.saver_on_cpu import Saver
 
 from .audit import check_tree
 from .model import P, make_runtime
 from .overlap import Overlap, configured
+from .test_disk_order import ask
 from .test_overlap import Client
+from .test_stored_prompts import tokens
 
-KV = "kv_cache"
+KV, WEIGHTS = "kv_cache", "weights"
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +50,7 @@ class Served:
 
     def release(self, tags: list[str] | None = None) -> None:
         request = SimpleNamespace(tags=tags or [KV])
-        memory_saver.before_release(self.manager, request)
-        Manager.release_memory_occupation(self.manager, request)
+        memory_saver.around_release(Manager.release_memory_occupation, self.manager, request)
 
     def resume(self, tags: list[str] | None = None) -> None:
         request = SimpleNamespace(tags=tags or [KV])
@@ -127,3 +129,40 @@ def test_releasing_other_memory_keeps_cache():
         assert used and served.runtime.blocks.used_count == used and not served.runtime.released
         served.resume(["cuda_graph"])
         served.live(10)
+
+
+def test_flush_does_not_read_released_weights(monkeypatch, tmp_path):
+    """The folder of the disk tier is named after the weights, once these are there again."""
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    served = Served(blocks=40, high="k4v4", window=0, host_memory=400_000, disk=str(tmp_path), disk_size=1 << 20)
+    with served.saver.region(WEIGHTS):
+        weights = torch.zeros(64, 64)
+    model = torch.nn.Module()
+    content = torch.arange(4096.0).view(64, 64)
+    weights.copy_(content)
+    model.weight = torch.nn.Parameter(weights)
+    away, reads = [], []
+
+    def digest() -> bytes:
+        reads.append(bool(away))
+        return weights_digest(model)
+
+    served.runtime.weights = digest
+    with configured(served.runtime, 4 * P, retract_every=10**6):
+        served.start()
+        tree, manager = served.server.tree_cache, served.manager
+        manager.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        manager._assert_weight_cache_inactive, manager.tp_cpu_group = lambda name: None, None
+        prompt = tokens(1, 3)
+        assert ask(served.server, prompt) == 0
+        folder = tree.disk.store.folder
+        served.release([WEIGHTS])
+        away.append(True)
+        served.release([KV])
+        served.resume([WEIGHTS])
+        away.clear()
+        model.weight.data.copy_(content)  # as with `--enable-weights-cpu-backup`
+        served.resume([KV])
+        assert ask(served.server, prompt) == 3 and tree.disk.store.folder == folder
+        tree.disk.close()
+    assert reads and not any(reads)
