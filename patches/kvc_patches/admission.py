@@ -56,6 +56,18 @@ def around_init(
     self.kvc_running_offset = self.memory_budget.total_offset
 
 
+@contextmanager
+def _one_admission(adder, req):
+    """Admit a request with `ignore_eos` like any other. Without a radix cache, SGLang would reserve its whole answer in
+    uncompressed tokens, and one that fits only packed would wait forever."""
+    params, ignore_eos = req.sampling_params, req.sampling_params.ignore_eos
+    params.ignore_eos = ignore_eos and not getattr(adder.tree_cache, "disable", True)
+    try:
+        yield
+    finally:
+        params.ignore_eos = ignore_eos
+
+
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     """Let a prompt wait for the memory that it will take packed, not uncompressed."""
     from sglang.srt.managers.schedule_policy import AddReqResult
@@ -74,7 +86,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     credit = admission.prompt_credit(self, runtime, req)
     if credit is None:
         return AddReqResult.OTHER
-    with _credit(self, credit):
+    with _credit(self, credit), _one_admission(self, req):
         return orig(self, req, has_chunked_req, truncation_align_size)
 
 
@@ -117,8 +129,7 @@ def around_running_offset(orig, self, req):
     """Return the memory that a running request may still need.
 
     SGLang applies its new-token ratio to answers that may end early, and reserves those of fixed length (`ignore_eos`)
-    in full. Here the ratio applies to all, because an answer takes all of its memory only at its end. Without the radix
-    cache, SGLang admits prompts with fixed-length answers by another function, which reserves these in full.
+    in full. Here the ratio applies to all, because an answer takes all of its memory only at its end.
     """
     growth, runtime = orig(self, req), runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:

@@ -25,6 +25,7 @@ def around_get_worker_info(orig, self):
         return info
     from sglang_kvc.adapter.request_limits import longest_request
 
+    runtime.generates = self.model_config.is_generation
     limits, margin, context = list(info), info[LENGTH] - info[INPUT], self.model_config.context_len - 1
     policy = runtime.policy
     # No request starts at a format below the server's own, or ends at one of blocks that are planned later.
@@ -34,7 +35,7 @@ def around_get_worker_info(orig, self):
     longest = max(longest, *_longest_requests(runtime).values())
     limits[LENGTH] = min(context, longest)
     limits[INPUT] = max(1, min(context - margin, longest - 1))  # SGLang refuses prompts of this length
-    runtime.prompt_limit, runtime.generates = limits[INPUT] - 1, self.model_config.is_generation
+    runtime.prompt_limit = limits[INPUT] - 1
     return tuple(limits)
 
 
@@ -68,6 +69,8 @@ def _longest_requests(runtime) -> dict[str, int]:
 
     format_id = runtime.policy.format_id_of(None)
     limits = {"default": longest_request(runtime, format_id)}
+    if not runtime.generates:  # budgets do not apply to embeddings
+        return limits
     if PREFIX in offered(runtime.config):
         with contextlib.suppress(ValueError):
             check_served(runtime, in_session=False)

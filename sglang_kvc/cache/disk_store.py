@@ -110,9 +110,9 @@ class DiskStore:
 
     def _remove_folders(self) -> None:
         """Remove the folders of this identity that are empty."""
-        for folder in (*_entries(self.folder), self.folder):
+        for path in (*map(Path, _entries(self.folder)), self.folder):
             with contextlib.suppress(OSError):
-                os.rmdir(folder)
+                path.rmdir()
 
     @property
     def limit(self) -> int:

@@ -31,8 +31,8 @@ SAVE_SECONDS = 60.0  # uses are saved this often; a killed server loses those af
 
 @dataclass(eq=False)
 class _Write:
-    """A stored block, and its generation, whose record is written under `key`. use: its last use. cleared: how often the
-    store had been cleared."""
+    """A stored block, and its generation, whose record is written under `key`. use: its last use. cleared: how often
+    the store had been cleared."""
 
     i: int
     generation: int

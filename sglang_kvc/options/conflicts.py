@@ -221,10 +221,13 @@ def check_experts(config: KvcConfig, returned: bool) -> None:
         )
 
 
-def check_chunk(chunk: int | None, config: KvcConfig) -> None:
-    """Refuse a chunk that ends inside a block. SGLang chooses powers of two, which not every block size divides."""
+def check_chunk(chunk: int | None, config: KvcConfig, ranks: int = 1) -> None:
+    """Refuse a chunk that ends inside a block. SGLang chooses powers of two, which not every block size divides, and
+    gives each of the `ranks` ranks of attention data parallelism an equal part, `chunk`, of --chunked-prefill-size."""
     if chunk is not None and chunk > 0 and chunk % config.block_size:
+        fitting = -(-chunk // config.block_size) * config.block_size * ranks
+        part = f"{chunk}" if ranks == 1 else f"{chunk * ranks} gives each of {ranks} ranks {chunk} tokens, which"
         raise ConfigError(
-            f"--chunked-prefill-size {chunk} is not a multiple of the block size {config.block_size}, and a chunk "
-            f"must end at the end of a block; choose {-(-chunk // config.block_size) * config.block_size}."
+            f"--chunked-prefill-size {part} is not a multiple of the block size {config.block_size}, and a chunk "
+            f"must end at the end of a block; choose {fitting}."
         )

@@ -49,6 +49,7 @@ MAX_RUNNING_REQUESTS_CPU = 32
 # the next captured size: SGLang, which captures up to a whole chunk, computes 4101 tokens as 4608.
 MAX_PREFILL_GRAPH = 2048
 MEMORY_CPU = "1GB"  # SGLang's default would take most of the machine's memory
+FRACTION_CPU = 0.5  # without chunked prefill, where SGLang's default leaves 25 GB for a prefill
 
 
 def prepare(args: Any) -> None:
@@ -64,7 +65,8 @@ def prepare(args: Any) -> None:
     cpu = _on_cpu(args)
     for warning in [*environment_warnings(), *ignored_warnings(args, cpu=cpu), *filter(None, sharing)]:
         logger.warning(warning)
-    if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
+    whole = args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0
+    if whole:
         logger.warning("Without chunked prefill, every prompt must fit into the KV cache uncompressed.")
 
     check_memory_saver(config, args.enable_memory_saver, cpu)
@@ -98,6 +100,8 @@ def prepare(args: Any) -> None:
         args.cuda_graph_backend_decode = args.cuda_graph_backend_prefill = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
             args.kvc_memory = MEMORY_CPU
+        if args.mem_fraction_static is None and whole:
+            args.mem_fraction_static = FRACTION_CPU
 
 
 def verify(args: Any) -> None:
@@ -124,7 +128,7 @@ def verify(args: Any) -> None:
                 f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
                 f"{name}={value} for it; serve it with --kv-backend default."
             )
-    check_chunk(resolved.chunked_prefill_size, config)
+    check_chunk(resolved.chunked_prefill_size, config, resolved.attn_dp_size)
     check_pool_sizing(post_capture_kv_sizing_planned(args))
     graphs = resolved.cuda_graph_config
     if graphs.prefill.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's choice: `check_args` refuses a user's

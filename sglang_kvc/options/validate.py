@@ -305,7 +305,9 @@ def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> 
     }
     for name, block_bytes in needed.items():
         num_bytes = getattr(config, name)
-        if num_bytes and num_bytes < block_bytes:
+        if num_bytes is None or (name == "host_memory" and num_bytes == 0):
+            continue
+        if num_bytes < block_bytes:
             raise ConfigError(
                 f"{flag(name)} of {num_bytes} bytes does not hold an uncompressed block of this model; give at least "
                 f"{math.ceil(10 * block_bytes / 2**20) / 10}MiB, like 64GB, or drop the option."

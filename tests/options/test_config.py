@@ -180,6 +180,9 @@ def test_advised_sizes_are_accepted(option, window):
             given["disk"] = "anywhere"
         model = dict(layers=layers, heads=heads, head_dim=head_dim)
         try:
+            if option == "disk_size":
+                with pytest.raises(ConfigError, match="disk-size of 0 bytes does not hold"):
+                    check_pool(resolve(**given | {option: "0"}), **model)
             check_pool(resolve(**given | {option: "1048576" if option == "memory" else "1"}), **model)
         except ConfigError as e:
             advised = re.search(r"give at least ([^ ,]+)", one_sentence(str(e)))[1]

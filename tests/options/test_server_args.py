@@ -37,6 +37,8 @@ def test_cpu_needs_no_further_options(parse):
     assert args.cuda_graph_config.decode.backend == "disabled"
     assert args.max_running_requests == 32 and args.kvc_memory == "1GB"
     assert not resolved(parse("--kv-backend", "kvc", "--enable-torch-compile")).enable_torch_compile
+    whole = parse("--kv-backend", "kvc", "--chunked-prefill-size", "-1")
+    assert resolved(whole).mem_fraction_static == 0.5  # SGLang's default is negative on a machine with 24 GB
     chosen = resolved(parse("--kv-backend", "kvc", "--max-running-requests", "7", "--max-total-tokens", "9000"))
     assert chosen.max_running_requests == 7 and chosen.kvc_memory is None
 

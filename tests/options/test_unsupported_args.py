@@ -11,6 +11,7 @@ import pytest
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.conflicts import (
+    check_chunk,
     check_disk,
     check_dp_attention,
     check_eviction,
@@ -400,6 +401,15 @@ def test_block_size_must_divide_chunk(parse, capsys, size):
     chunk = sentence.split("choose ")[1].rstrip(".")
     args = parse("--kv-backend", "kvc", "--kvc-block-size", size, "--chunked-prefill-size", chunk)
     assert args.page_size == int(size)
+
+
+def test_advised_chunk_is_for_all_ranks_of_attention_data_parallelism():
+    """SGLang divides the chunk by the number of these ranks before the last check."""
+    with pytest.raises(ConfigError, match="--chunked-prefill-size 256 gives each of 4 ranks 64 tokens") as e:
+        check_chunk(256 // 4, KvcConfig(), ranks=4)
+    advised = int(one_sentence(str(e.value)).split("choose ")[1].rstrip("."))
+    assert advised == 512
+    check_chunk(advised // 4, KvcConfig(), ranks=4)
 
 
 def test_order_of_arrival_is_warned_of_with_host_memory():

@@ -129,6 +129,12 @@ def test_longest_prompts_count_default_budget(queue):
     assert enter(limits["k4v4"] + 1, {"kvc": "k4v4"}).messages
 
 
+def test_budget_does_not_lengthen_prompts_of_embedding_models(queue):
+    runtime = queue(one_shot=Budget(ratio=50)).runtime
+    runtime.generates = False
+    assert longest_prompts(runtime) == {"default": longest_request(runtime, 1) - 2}
+
+
 def test_log_probabilities_of_thinned_prompt_come_from_format(queue):
     """They need every token. If the prompt does not fit in the server's format, the request is refused."""
     enter = queue()
