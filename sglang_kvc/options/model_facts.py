@@ -42,6 +42,7 @@ class ModelFacts:
     sparse_attention: bool = False
     dual_chunk: bool = False
     scaled_by_position: bool = False
+    other_softmax: bool = False
     head_dim: int = 128
     v_head_dim: int = 128
     dtype: str = "bfloat16"
@@ -108,12 +109,19 @@ def from_configurator(configurator: Any) -> ModelFacts:
         windows=facts.windows or any(m.sliding_window_size >= 0 for m in layers),
         uneven_layers=len({(m.tp_k_head_num, m.tp_q_head_num, m.qk_head_dim, m.v_head_dim) for m in layers}) > 1,
         scaled_by_position=any(m.xai_temperature_len > 0 for m in layers),
+        other_softmax=_has_other_softmax(configurator.model, layers),
         hybrid_state=facts.hybrid_state or configurator.mambaish_config is not None,
         encoder_decoder=facts.encoder_decoder or any(m.is_cross_attention for m in layers),
         encoder_only=facts.encoder_only or bool(masks - {"decoder"}),
         dtype=str(configurator.model_dtype).removeprefix("torch."),
         kv_scales=_has_kv_scales(configurator.model, layers),
     )
+
+
+def _has_other_softmax(model: Any, layers: list[Any]) -> bool:
+    """Whether the model has attention sinks, or caps logits by another function than tanh."""
+    sinks = any(getattr(module, "sinks", None) is not None for module in model.modules())
+    return sinks or any(m.logit_cap and m.logit_capping_method != "tanh" for m in layers)
 
 
 def _has_kv_scales(model: Any, layers: list[Any]) -> bool:

@@ -108,6 +108,13 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         _MODEL,
     ),
     Refusal(
+        "other_softmax",
+        lambda m: m.other_softmax,
+        "The model {} with attention sinks, or with logits that are capped by another function than tanh",
+        "the kernels compute neither",
+        _MODEL,
+    ),
+    Refusal(
         "v_head_dim",
         lambda m: m.v_head_dim != m.head_dim,
         "The model {} with keys and values of different head sizes",

@@ -41,7 +41,7 @@ def configurator(parse, *options, **changes):
     args = parse("--kv-backend", "kvc", *options)
     layer = dict(
         attn_type="decoder", is_cross_attention=False, sliding_window_size=-1, xai_temperature_len=-1,
-        tp_q_head_num=8, tp_k_head_num=2, qk_head_dim=64, v_head_dim=64,
+        tp_q_head_num=8, tp_k_head_num=2, qk_head_dim=64, v_head_dim=64, logit_cap=0.0, logit_capping_method="tanh",
     )  # fmt: skip
     layers = [type("RadixAttention", (), x)() for x in (layer, {**layer, **changes.pop("layer", {})})]
     facts = dict(

@@ -25,6 +25,7 @@ TRAITS = {
     "local_attention": {"local_attention": True},
     "dual_chunk": {"dual_chunk": True},
     "scaled_by_position": {"scaled_by_position": True},
+    "other_softmax": {"other_softmax": True},
     "v_head_dim": {"v_head_dim": 64},
     "head_dim": {"head_dim": 80, "v_head_dim": 80},
     "dtype": {"dtype": "float32"},
@@ -93,6 +94,8 @@ def test_built_model_is_checked_again(parse):
         {"layer": {"attn_type": "encoder_only"}},
         {"layer": {"tp_k_head_num": 4}},
         {"layer": {"xai_temperature_len": 1024}},
+        {"layer": {"logit_cap": 30.0, "logit_capping_method": "sigmoid"}},
+        {"layer": {"sinks": object()}},
     ):
         with pytest.raises(ConfigError) as e:
             check_model(configurator(parse, **changes))
