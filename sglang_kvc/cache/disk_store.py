@@ -296,7 +296,7 @@ class DiskStore:
         written again."""
         path = self.path(key)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb") as file:  # buffered: a file system may return less than it was asked for
                 head = file.read(HEADER_BYTES)
                 num_read = file.readinto(record.data)
                 size = os.fstat(file.fileno()).st_size

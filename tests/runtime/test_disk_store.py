@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from sglang_kvc.cache import disk_store
 from sglang_kvc.cache.block_store import HEADER_BYTES, Stored
 from sglang_kvc.cache.disk_store import DiskStore
 from sglang_kvc.options.config import KvcConfig
@@ -386,3 +388,19 @@ def test_clear_reports_files_that_cannot_be_removed(tmp_path, monkeypatch, caplo
         patch.setattr(Path, "unlink", refuse)
         assert not store.clear() and "cannot be removed" in caplog.text
     assert store.clear()
+
+
+def test_short_reads_of_a_file_system_do_not_look_like_damage(tmp_path, monkeypatch):
+    class Short(io.FileIO):
+        def readinto(self, buffer):
+            return super().readinto(memoryview(buffer)[:100])
+
+    def short(path, mode, buffering=-1):
+        return Short(path) if buffering == 0 else io.BufferedReader(Short(path))
+
+    store = DiskStore(tmp_path, MODEL, limit=100_000)
+    record = np.arange(50_000, dtype=np.uint8)
+    assert store.write(key_of(1), STORED, record)
+    monkeypatch.setattr(disk_store, "open", short, raising=False)
+    read = np.zeros_like(record)
+    assert store.read(key_of(1), read) == STORED and (read == record).all() and not store.damaged
