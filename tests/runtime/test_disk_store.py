@@ -399,7 +399,7 @@ def test_short_reads_of_a_file_system_do_not_look_like_damage(tmp_path, monkeypa
         return Short(path) if buffering == 0 else io.BufferedReader(Short(path))
 
     store = DiskStore(tmp_path, MODEL, limit=100_000)
-    record = np.arange(50_000, dtype=np.uint8)
+    record = np.resize(np.arange(256, dtype=np.uint8), 50_000)
     assert store.write(key_of(1), STORED, record)
     monkeypatch.setattr(disk_store, "open", short, raising=False)
     read = np.zeros_like(record)
