@@ -29,7 +29,7 @@ from .host_tier import HostTier
 from .identity import file_digest
 from .ledger import Ledger
 from .one_shot import Budget, OneShotPrompt
-from .op_queue import NO_GROUPS, Compact, EndGap, Load, OpLog, Release, Save, Take
+from .op_queue import NO_GROUPS, Compact, EndGap, Load, OpLog, PackPrompt, Release, Save, Take, Thin
 from .page_ops import PageOps, PendingCounts
 from .replanning import Replanning
 from .sequence import Sequence, extend_each
@@ -316,7 +316,7 @@ class Runtime:
         for op in self.log.drain():
             self.pending += self.page_ops.run(op, self.step)
             began, spent = (now := time.perf_counter()), 1e3 * (now - began)
-            if isinstance(op, Compact):
+            if isinstance(op, Compact | PackPrompt | Thin):
                 self.counters.compaction_ms += spent
             elif isinstance(op, Save | Load):
                 self.counters.transfer_ms += spent

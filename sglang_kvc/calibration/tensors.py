@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvc_kernels.layout import PoolLayout
+from kvc_kernels.tiering.apportion import is_concave
 
 Calibration = Mapping[str, torch.Tensor]
 # Read on the CPU, which counts pages before any score is known.
@@ -76,7 +77,9 @@ def _fits(name: str, x: torch.Tensor, layout: PoolLayout) -> bool:
     if name == "rotary_frequencies":
         return x.dim() == 1 and x.numel() <= d // 2
     if name == "importance_retention":
-        return x.dim() == 2 and x.shape[0] == layers and bool((x >= 0).all())
+        if x.dim() != 2 or x.shape[0] != layers or not x.shape[1]:
+            return False
+        return bool((x >= 0).all() and (x <= 1 + 1e-3).all()) and is_concave(x)
     if name in BY_LAYER:
         return x.shape == (layers,) and bool((x >= 0).all()) and float(x.sum()) > 0
     if name == "head_retrieval":
@@ -89,6 +92,6 @@ def _fits(name: str, x: torch.Tensor, layout: PoolLayout) -> bool:
     return (
         x.dim() == _QUERIES[name]
         and x.shape[0] == layers
-        and x.shape[1] % heads == 0
+        and x.shape[1] % heads == 0 < x.shape[1]
         and all(n == d for n in sizes)
     )

@@ -46,7 +46,7 @@ class Prune(Policy):
     With `lag`, blocks of an answer are first packed with all their tokens and later planned together: heads, layers and
     blocks compete for the pages of the whole answer (KV-Compress, equation 20), and a head may keep nothing of a block.
 
-    Otherwise every head keeps at least one page. The first `sinks` tokens of a sequence always stay, in the high
+    Otherwise every head keeps at least one page, and the first `sinks` tokens of a sequence always stay, in the high
     format. `scorer`, `share` and `budget` may also be given as text, like `snapkv:window=64`.
     """
 
@@ -135,11 +135,20 @@ class Prune(Policy):
             return high_pages
         high, low = (layout.page(FORMATS[f]).tokens for f in (self.high, self.low))
         heads, p = layout.layers * layout.heads, layout.block_tokens
-        per_head = -(-p // high)
-        # A head whose pages are all high may fill its last one partly, which leaves more tokens of other heads low.
-        rest = max(0, heads * p - high_pages * high + high_pages // per_head * (per_head * high - p))
-        low_pages = (rest + heads * (low - 1)) // low if rest else 0
-        return min(high_pages + low_pages, heads * layout.head_pages_bf16)
+        floor, per_head = self.floor_pages(layout), -(-p // high)
+        # Low pages of a head with k high pages. Over all divisions of the high pages, their sum is at most the concave
+        # envelope of this function, at the mean number of high pages.
+        low_pages = [-(-max(0, p - k * high) // low) for k in range(per_head + 1)]
+        most = max(
+            (
+                low_pages[a] * heads + (low_pages[b] - low_pages[a]) * (high_pages - heads * a) // max(1, b - a)
+                for a in range(floor, per_head + 1)
+                for b in range(a, per_head + 1)
+                if heads * a <= high_pages <= heads * b
+            ),
+            default=0,
+        )
+        return min(high_pages + most, heads * layout.head_pages_bf16)
 
     def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
         uncompressed, high = BlockFormat(BF16, pages=layout.block_pages_bf16), FORMATS[self.high]

@@ -60,7 +60,8 @@ def test_command_writes_file_from_text(folder, tmp_path, capsys):
 
     assert calibrated.identity == identity_of(AutoConfig.from_pretrained(folder))
     assert (calibrated.settings["tokens"], calibrated.settings["dtype"]) == (560, "bfloat16")
-    assert len(calibrated.formats) == 6
+    names = [result["format"] for result in calibrated.formats]
+    assert len(names) == 5 and "k2v2" not in names  # the kernels have no 2-bit keys of 32 features
     server = resolve_config(SimpleNamespace(kvc_policy="xkv", kvc_high="k8v8", kvc_calibration=str(out)))
     assert calibrated.least_memory.retention == 0.9 and server.keep == calibrated.least_memory.keep
     stats = calibration.load(str(out), torch.device("cpu"))

@@ -73,8 +73,8 @@ def test_query_sees_its_block_exact_and_earlier_ones_packed():
 
 def test_every_format_is_measured(measured):
     seen = {r.format: r for r in measured.formats}
-    assert set(seen) == {f for f in FORMATS if f != "bf16"}
-    by_bits = [seen[f] for f in ("k8v8", "k4v4", "k2v2")]
+    assert set(seen) == set(FORMATS) - {"bf16", "k2v2"}  # the kernels have no 2-bit keys of 32 features
+    by_bits = [seen[f] for f in ("k8v8", "k4v4", "k4v2")]
     assert by_bits[0].difference.kl_mean < by_bits[1].difference.kl_mean < by_bits[2].difference.kl_mean
     assert by_bits[0].token_bytes > by_bits[1].token_bytes > by_bits[2].token_bytes
     fine = [r for r in measured.formats if r.verdict == "ok"]

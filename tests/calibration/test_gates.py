@@ -60,3 +60,20 @@ def test_gates_are_trained_from_model_to_file(tmp_path, monkeypatch):
         calibration.check_shapes(path, Gate().needs, PoolLayout(LAYERS, KV_HEADS, 2 * DIM, 64, 1152))
     with pytest.raises(CalibrateError, match="longer"):
         gates.gates(make_model(), make_ids(300))
+
+
+def test_model_with_another_rotation_gets_no_gates(monkeypatch):
+    """A file with its frequencies would tell scorers to undo a rotation that the model does not have."""
+    monkeypatch.setattr(gates, "rotary_frequencies", lambda model: torch.linspace(1, 3, DIM // 2))
+    with pytest.raises(CalibrateError, match="cannot be undone"):
+        gates.gates(make_model(), make_ids(2 * gates.PIECE), steps=1)
+
+
+@pytest.mark.parametrize(
+    "curve", [torch.zeros(2, 0), torch.tensor([[0.1, 0.3, 0.6, 1.0]] * 2), torch.full((2, 4), 5.0)], ids=str
+)
+def test_curves_that_are_no_retention_are_refused(tmp_path, curve):
+    path = str(tmp_path / "c.safetensors")
+    save_file({"importance_retention": curve}, path)
+    with pytest.raises(ValueError, match="importance_retention"):
+        calibration.check_shapes(path, ["importance_retention"], PoolLayout(2, 2, 32, 64, 1200))

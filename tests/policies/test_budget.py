@@ -118,3 +118,24 @@ def test_given_page_size_is_used():
     policy = make_policy(config)
     with_page_size = replace(config, page_bytes=4352)
     assert make_layout(with_page_size, policy, layers=24, heads=2, head_dim=64).page_bytes == 4352
+
+
+@pytest.mark.parametrize("high, low, keep, pages", [
+    ("k4v4", "k2v2", 0.25, 128), ("k4v4", "k2v2", 0.5, 160), ("k8v4", "k4v2", 0.5, 224), ("k8v4", "k4v2", 0.25, 192),
+])  # fmt: skip
+def test_bound_of_two_tiers_is_the_most_that_any_division_takes(high, low, keep, pages):
+    """At 64 heads, against a search over all divisions of the high pages."""
+    config = resolve_config(SimpleNamespace(kvc_policy="prune", kvc_high=high, kvc_low=low, kvc_keep=keep))
+    policy = make_policy(config)
+    layout = make_layout(config, policy, layers=8, heads=8, head_dim=128)
+    high_tokens, low_tokens = (layout.page(FORMATS[name]).tokens for name in (high, low))
+    total, least, most = policy.high_pages(layout), policy.floor_pages(layout), -(-layout.block_tokens // high_tokens)
+    sums = {0: 0}  # high pages -> most low pages
+    for _ in range(64):
+        longer: dict[int, int] = {}
+        for used, best in sums.items():
+            for k in range(least, min(most, total - used) + 1):
+                rest = max(0, layout.block_tokens - k * high_tokens)
+                longer[used + k] = max(longer.get(used + k, 0), best - (-rest // low_tokens))
+        sums = longer
+    assert policy.block_pages(layout, total) == total + sums[total] == pages

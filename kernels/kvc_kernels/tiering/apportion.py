@@ -91,12 +91,21 @@ def least_allocation(curves: torch.Tensor, retention: float, least: int = 0) -> 
     return have
 
 
+def _gains(curves: torch.Tensor) -> torch.Tensor:
+    return torch.diff(curves.double(), dim=-1, prepend=curves.new_zeros((len(curves), 1), dtype=torch.float64))
+
+
+def is_concave(curves: torch.Tensor) -> bool:
+    """Whether each further unit of `curves` `[L, U]` retains no more than the one before."""
+    return not bool((torch.diff(_gains(curves), dim=-1) > 1e-6).any())
+
+
 def _next_units(curves: torch.Tensor, least: int) -> Iterator[tuple[int, float]]:
     """(layer, gain) of every unit after the first `least` of each layer, largest gain first, ties to the first layer.
     """
     units = curves.shape[1]
-    gains = torch.diff(curves.double(), dim=-1, prepend=curves.new_zeros((len(curves), 1), dtype=torch.float64))
-    if (torch.diff(gains, dim=-1) > 1e-6).any():
+    gains = _gains(curves)
+    if not is_concave(curves):
         raise ValueError("a retention curve must be concave: each further unit retains no more than the one before")
     rows, have = gains.tolist(), [least] * len(curves)
     queue = [(-row[least], i) for i, row in enumerate(rows) if least < units]

@@ -27,6 +27,7 @@ from kvc_kernels.ops import fake_quantize
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.verdicts import BREAKS, LOSES, OK
 from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.validate import MIN_KEY_BITS
 from sglang_kvc.policies import make_policy
 from sglang_kvc.policies.budget import token_bytes
 
@@ -114,12 +115,15 @@ def measure(
     block: int,
     progress: Progress,
 ) -> list[FormatResult]:
-    """Every packed format. `exact` are the logits of the exact cache at `scored`.
+    """Every packed format that the kernels have at this head size. `exact` are the logits of the exact cache at
+    `scored`.
 
     The exact pass must be `attend.by_block` without a format, so that its own difference is 0.
     """
     out, targets = [], ids[scored + 1]
     for name in PACKED:
+        if shape[2] * FORMATS[name].key_bits < MIN_KEY_BITS:
+            continue  # the server refuses it
         layout, size = layout_for(name, shape, block)
 
         def attend(layer, q, k, v, scale, layout=layout, name=name):

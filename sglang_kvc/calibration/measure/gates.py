@@ -25,11 +25,14 @@ from kvc_kernels.ops import query_weights
 from .attention import causal
 from .capture import CalibrateError, run
 from .command import device_named, load
-from .queries import rotary_frequencies, unrotate
+from .queries import rotary_frequencies, same_before_rotation, unrotate
 
 PIECE, END = 1024, 128  # tokens of a piece, and tokens at its end that are skipped because too few queries follow
 MIN_ATTENTION = 1e-6  # lower bound of attention, for its logarithm
 BATCH, RATE = 256, 3e-3
+UNKNOWN_ROTATION = (
+    "gates read keys before their rotary embedding, which cannot be undone for this model; use another scorer"
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ def collect(model: torch.nn.Module, ids: torch.Tensor, frequencies: torch.Tensor
     targets: dict[int, torch.Tensor] = {}
 
     def attend(layer, q, k, v, scale):
+        if layer == 0 and not same_before_rotation(k, ids, frequencies):
+            raise CalibrateError(UNKNOWN_ROTATION)
         examples = slice(0, k.shape[1] - END)
         plain = unrotate(k, frequencies)[:, examples]
         rows[layer] = torch.cat((plain, v[:, examples].float()), -1).half()
@@ -118,9 +123,7 @@ def gates(
     """
     frequencies = rotary_frequencies(model)
     if frequencies is None:
-        raise CalibrateError(
-            "gates read keys before their rotary embedding, which cannot be undone for this model; use another scorer"
-        )
+        raise CalibrateError(UNKNOWN_ROTATION)
     pieces = [ids[i : i + PIECE] for i in range(0, len(ids) - PIECE + 1, PIECE)]
     if len(pieces) < 2:
         raise CalibrateError(f"gates need {2 * PIECE} tokens of text, but this text has {len(ids)}; give a longer one")
