@@ -11,13 +11,6 @@ from .lookup import current
 from .registry import hook
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-UPDATES = (
-    "begin_weight_update",
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_ipc",
-    "update_weights_from_tensor",
-)
 
 
 def before_update(self, recv_req):
@@ -25,12 +18,33 @@ def before_update(self, recv_req):
         runtime.weights_changed = True
 
 
+def before_begin(self, recv_req):
+    """SGLang refuses a second session, and changes no weight."""
+    if self._session is None:
+        before_update(self, recv_req)
+
+
+def before_update_in_session(self, recv_req):
+    """SGLang refuses these updates outside a session, and changes no weight."""
+    if self._session is not None:
+        before_update(self, recv_req)
+
+
 def before_end(self, recv_req):
     if (runtime := current()) is not None and self._session is not None and not self._session.loaded_weights:
         runtime.weights_changed = True
 
 
+UPDATES = {
+    "begin_weight_update": before_begin,
+    "update_weights_from_disk": before_update,
+    "update_weights_from_distributed": before_update_in_session,
+    "update_weights_from_ipc": before_update,
+    "update_weights_from_tensor": before_update_in_session,
+}
+
+
 def register() -> None:
-    for name in UPDATES:
-        hook(f"{UPDATER}.{name}", "before", "self recv_req", before_update)
+    for name, before in UPDATES.items():
+        hook(f"{UPDATER}.{name}", "before", "self recv_req", before)
     hook(f"{UPDATER}.end_weight_update", "before", "self recv_req", before_end)

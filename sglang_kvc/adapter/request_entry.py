@@ -31,10 +31,11 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
         # KV events look for the id at the end.
         req.extra_key = f"{_lora_digest(scheduler, req.lora_id)}@{req.extra_key}"
     req.extra_key = namespace(req.extra_key, req.kvc_level, _number(req) if unsalted or req.kvc_private else None)
-    if runtime.config.eviction == REUSE and (reuse := scheduler.tree_cache.reuse) is not None:
-        reuse.arrive(req, request_priority(scheduler, req))
     if req.to_finish is None:
         limit_request(req, runtime)
+    # A refused prompt has one token by now, so it does not count as a turn of its session.
+    if runtime.config.eviction == REUSE and (reuse := scheduler.tree_cache.reuse) is not None:
+        reuse.arrive(req, request_priority(scheduler, req))
 
 
 def longest_prompt_of(runtime: Runtime, req: Any) -> int:

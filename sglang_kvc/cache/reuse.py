@@ -21,6 +21,18 @@ CLOCK_CALLS = 8
 UNKNOWN = (0, -math.inf, 0.0)  # rank of blocks that no request has used
 
 
+@dataclass(frozen=True)
+class _Previous:
+    """State of a session before a request. life, deadline: of its time to live, if it has one."""
+
+    prompt: int
+    done: bool
+    log_pause: float
+    priority: float
+    life: float | None
+    deadline: float | None
+
+
 @dataclass(eq=False, slots=True)
 class Use:
     """The state of one session.
@@ -34,7 +46,7 @@ class Use:
     leaf: last node of the tree that its last prompt found or left.
     priority: of its last request; the larger, the longer its blocks stay.
     steps: steps of its workflow until it runs again; 1 if its client gave none.
-    previous: `prompt` and `done` before its last request, which may be aborted before it runs.
+    previous: its state before its last request, which may be aborted before it runs.
     """
 
     log_pause: float
@@ -46,7 +58,7 @@ class Use:
     leaf: Any = None
     priority: float = 0.0
     steps: int = 1
-    previous: tuple[int, bool] = (0, False)
+    previous: _Previous | None = None
 
     def rank(self) -> tuple[int, float, float]:
         """Rank of the session's blocks; the lowest is evicted first. Finished sessions come first, then paused ones by
@@ -113,7 +125,9 @@ class Sessions:
             use = Use(self.log_pause)
         else:
             use, pause = before, math.log(max(1, now - before.ended) / max(1, before.steps))
-            use.previous = use.prompt, use.done
+            use.previous = _Previous(
+                use.prompt, use.done, use.log_pause, use.priority, self.lives.get(use), self.deadlines.get(use)
+            )
             use.log_pause += GAIN * (pause - use.log_pause)
             self.log_pause += PRIOR_GAIN * (pause - self.log_pause)
             use.busy, use.done = True, False
@@ -138,7 +152,16 @@ class Sessions:
         """The request of `use` was aborted before it ran. The session is as it was before it arrived, so that another
         try continues it."""
         use.busy = False
-        use.prompt, use.done = use.previous
+        if (previous := use.previous) is None:  # it was new
+            use.prompt, use.done = 0, False
+            return
+        use.prompt, use.done = previous.prompt, previous.done
+        use.log_pause, use.priority = previous.log_pause, previous.priority
+        if previous.life is not None:
+            self.lives[use] = previous.life
+        if previous.deadline is not None:
+            self.deadlines[use] = previous.deadline
+            self.due = min(self.due, previous.deadline)
 
     def interrupt(self, use: Use, now: int) -> None:
         """The running request of `use` goes back to the end of the line."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import os
 import shlex
 import signal
@@ -27,7 +28,7 @@ QUIET = ["--uvicorn-access-log-exclude-prefixes", "/health"]  # this process ask
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--port", type=_port, default=30000)
     args, server_options = parser.parse_known_args(argv)
     url = f"http://127.0.0.1:{args.port}"
     if _taken(args.port):
@@ -71,7 +72,7 @@ def _greet(url: str) -> None:
 def _wait_until_healthy(server: subprocess.Popen, url: str) -> bool:
     end = time.monotonic() + START_LIMIT_S
     while time.monotonic() < end and server.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, OSError):
+        with contextlib.suppress(OSError, http.client.HTTPException):
             with urllib.request.urlopen(url + "/health", timeout=10):
                 return True
         time.sleep(1)
@@ -87,6 +88,12 @@ def _stop(server: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
+
+
+def _port(text: str) -> int:
+    if not 0 < (port := int(text)) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{port} is not a port; give one from 1 to 65535")
+    return port
 
 
 def _taken(port: int) -> bool:

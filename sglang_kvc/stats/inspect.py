@@ -5,8 +5,10 @@ Needs only HTTP and the standard library, so it starts at once and runs on any m
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,21 +36,30 @@ def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """The `kvc` part of every scheduler's state, as the server sends it."""
     if "://" not in url:
         url = "http://" + url
-    request = urllib.request.Request(url.rstrip("/") + "/server_info")
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise InspectError("the key has characters that no header may have; give another --api-key")
+    try:
+        request = urllib.request.Request(url.rstrip("/") + "/server_info")
+        if api_key:
+            request.add_header("Authorization", f"Bearer {api_key}")
+        if not urllib.parse.urlsplit(url).hostname:
+            raise http.client.InvalidURL
+    except (http.client.InvalidURL, ValueError):
+        raise InspectError(_no_address(url)) from None
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             info = json.load(answer)
     except urllib.error.HTTPError as e:
         hint = "give its key with --api-key" if e.code in (401, 403) else "is it an SGLang server?"
         raise InspectError(f"{url} answered {e.code} {printable(e.reason)}; {hint}") from None
+    except http.client.InvalidURL:
+        raise InspectError(_no_address(url)) from None
     except (urllib.error.URLError, OSError) as e:
         reason = getattr(e, "reason", e)
         raise InspectError(
             f"no server answers at {url} ({reason}); start one, or give its address with --url"
         ) from None
-    except ValueError:
+    except (ValueError, http.client.HTTPException):
         raise InspectError(
             f"{url} did not answer as an SGLang server does; give a server's address with --url"
         ) from None
@@ -58,6 +69,10 @@ def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     if not states:
         raise InspectError(f"the server at {url} keeps its cache uncompressed; start it with --kv-backend kvc")
     return states
+
+
+def _no_address(url: str) -> str:
+    return f"{printable(url)} is not an address; give one like http://127.0.0.1:30000 with --url"
 
 
 def parse(state: dict[str, Any], url: str) -> Report:

@@ -94,3 +94,10 @@ def test_demo_server_rejects_port_in_use(capsys, monkeypatch):
     monkeypatch.setattr(demo_server, "_taken", lambda port: True)
     assert demo_server.main(["--port", "30000"]) == 1
     assert "PORT=30001" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "99999", "x"])
+def test_demo_server_refuses_what_is_no_port(capsys, port):
+    with pytest.raises(SystemExit):
+        demo_server.main(["--port", port])
+    assert "--port" in capsys.readouterr().err

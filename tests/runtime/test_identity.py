@@ -347,6 +347,22 @@ def test_session_without_calls_changes_weights_until_it_ends(runtime):
     assert runtime.weights_changed
 
 
+@pytest.mark.parametrize("name, session", [
+    ("update_weights_from_tensor", None), ("update_weights_from_distributed", None), ("begin_weight_update", object()),
+])  # fmt: skip
+def test_refused_update_changes_nothing(runtime, name, session):
+    """SGLang wants updates between `begin_weight_update` and `end_weight_update`."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    manager = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
+    manager._session = session
+    weights.UPDATES[name](manager, None)
+    assert not getattr(SchedulerWeightUpdaterManager, name)(manager, None).success and not runtime.weights_changed
+    manager._session = None if session else object()
+    weights.UPDATES[name](manager, None)
+    assert runtime.weights_changed
+
+
 def test_every_call_that_updates_weights_is_hooked():
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 

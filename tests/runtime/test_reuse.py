@@ -178,6 +178,25 @@ def test_sessions_expire_after_their_time_to_live(events):
     assert not any(uses[k].done for k in running)
 
 
+@pytest.mark.parametrize("read", [False, True], ids=["before its time begins", "afterwards"])
+def test_aborted_prompt_keeps_the_time_to_live_and_the_pause(monkeypatch, read):
+    monkeypatch.setattr(reuse, "CLOCK_CALLS", 1)
+    sessions = Sessions(P)
+    use = sessions.arrive(None, 300, 0, 0)
+    use.priority = 3.0
+    sessions.end(use, 1, False, 5.0)
+    if read:
+        assert not sessions.expire(lambda: 0.0)
+    pause = use.log_pause
+    assert sessions.arrive(use, 400, 300, 1000) is use and use.log_pause != pause
+    use.priority = 0.0
+    sessions.abandon(use)
+    assert (use.log_pause, use.priority, use.prompt) == (pause, 3.0, 300)
+    if not read:
+        assert not sessions.expire(lambda: 0.0)
+    assert sessions.expire(lambda: 6.0) == [use] and use.done
+
+
 def test_clock_is_read_only_for_times_to_live():
     sessions = Sessions(P)
     use = sessions.arrive(None, 300, 0, 0)
@@ -337,7 +356,7 @@ def test_blocks_of_finished_sessions_are_demoted_first_and_of_waiting_prompts_la
     assert [queue.demoted() for _ in range(3)] == [2, 2, 1]
     if leaves:
         queue.leave(waits[0])
-        assert [queue.demoted() for _ in range(7)] == [3, 0, 1, 3, 0, 4, 4]  # prompt 0 came back soon
+        assert [queue.demoted() for _ in range(7)] == [0, 3, 0, 1, 3, 4, 4]  # session 0 has paused longest again
     else:
         assert [queue.demoted() for _ in range(7)] == [3, 1, 3, 4, 0, 4, 0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_kvc.cache.reuse import uses_of
 from sglang_kvc.options.config import REUSE
@@ -46,6 +47,20 @@ def test_rejected_turn_leaves_its_session_as_it_was(server):
     assert rejected.kvc_use is use and not server.waiting_queue
     run(server, 2)
     assert not use.busy
+    again = submit(server, [*FIRST, ANSWER, 2], 1, {DONE: True})
+    run(server, 6)
+    node = server.tree_cache.tree_core.node_by_id(again.last_node)
+    assert again.kvc_use is use and use.done and uses_of(node) == (use,)
+
+
+def test_refused_turn_leaves_its_session_as_it_was(server):
+    """It is too long. The client then cuts its history, and its hint holds for all blocks of the session."""
+    use = submit(server, FIRST).kvc_use
+    run(server, 6)
+    with get_parallel().override(tp_rank=0):  # SGLang's rank 0 logs the refusal
+        refused = submit(server, [*FIRST, ANSWER, *range(9000, 9000 + 400 * P)])
+    assert "does not fit" in refused.to_finish.message
+    run(server, 6)
     again = submit(server, [*FIRST, ANSWER, 2], 1, {DONE: True})
     run(server, 6)
     node = server.tree_cache.tree_core.node_by_id(again.last_node)

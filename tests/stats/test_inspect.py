@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import xml.etree.ElementTree as ET
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -190,3 +191,28 @@ def test_map_needs_packed_blocks_and_known_suffix(serve, tmp_path, capsys):
     err = capsys.readouterr().err
     assert ".bmp" in err and "no block is packed yet" in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://foo bar/", "http://[::1", "http://", "http://a\nb"])
+def test_wrong_address_is_reported(capsys, url):
+    assert cli.main(["inspect", "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert "is not an address" in error and error.count("\n") == 1
+
+
+def test_server_of_another_protocol_is_reported(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert cli.main(["inspect", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
+    assert "did not answer as an SGLang server" in capsys.readouterr().err
+
+
+def test_key_that_no_header_may_have_is_reported(capsys):
+    assert cli.main(["inspect", "--api-key", "a\nb"]) == 1
+    assert "--api-key" in capsys.readouterr().err
