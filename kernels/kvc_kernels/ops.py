@@ -33,6 +33,7 @@ from .tiering import importance, thresholds
 from .tiering.apportion import (
     apportion,
     greedy_allocation,
+    is_concave,
     least_allocation,
     pyramid,
     retention_curves,

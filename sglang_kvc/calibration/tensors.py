@@ -25,8 +25,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvc_kernels import ops
 from kvc_kernels.layout import PoolLayout
-from kvc_kernels.tiering.apportion import is_concave
 
 Calibration = Mapping[str, torch.Tensor]
 # Read on the CPU, which counts pages before any score is known.
@@ -79,7 +79,7 @@ def _fits(name: str, x: torch.Tensor, layout: PoolLayout) -> bool:
     if name == "importance_retention":
         if x.dim() != 2 or x.shape[0] != layers or not x.shape[1]:
             return False
-        return bool((x >= 0).all() and (x <= 1 + 1e-3).all()) and is_concave(x)
+        return bool((x >= 0).all() and (x <= 1 + 1e-3).all()) and ops.is_concave(x)
     if name in BY_LAYER:
         return x.shape == (layers,) and bool((x >= 0).all()) and float(x.sum()) > 0
     if name == "head_retrieval":
