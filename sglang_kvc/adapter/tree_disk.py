@@ -58,7 +58,7 @@ class DiskCache(HostCache):
     """The part of `KvcRadixCache` that serves `--kvc-disk` and `--hicache-storage-backend`."""
 
     disk: DiskTier | None = None
-    names_store = False  # once the weights are there again
+    must_name_store = False  # when the memory saver has restored the weights
 
     def init_hicache(self, server_args, params) -> None:
         super().init_hicache(server_args, params)
@@ -94,14 +94,14 @@ class DiskCache(HostCache):
 
     def _name_store(self) -> None:
         """Use the store of the present weights, or later if `--enable-memory-saver` has released them."""
-        self.names_store = self.runtime.weights_released
-        if not self.names_store:
+        self.must_name_store = self.runtime.weights_released
+        if not self.must_name_store:
             self.disk.store = self.disk.store.of(identity(self.runtime))
 
     @property
     def _uses_disk(self) -> bool:
         """Also False if the cache has blocks of weights other than the present ones."""
-        return self.disk is not None and not self.runtime.weights_changed and not self.names_store
+        return self.disk is not None and not self.runtime.weights_changed and not self.must_name_store
 
     def clear_storage_backend(self) -> bool:
         """Called for `/hicache/storage-backend/clear`: remove the records."""
@@ -327,7 +327,7 @@ class DiskCache(HostCache):
         super().check_hicache_events()
         if self.disk is None:
             return
-        if self.names_store:
+        if self.must_name_store:
             self._name_store()
         while self.lookups and self._agreed(int(self.lookups[0].lookup.finished)):
             first = self.lookups.pop(0)
