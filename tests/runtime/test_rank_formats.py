@@ -60,6 +60,8 @@ def rank(number: int, pipe, folder: str) -> None:
             peer.join(server)  # compares the ledgers after each turn
             server.submit([*prompt, 1], [6], None, None)
             turns(server, peer)
+            local, remote = peer.both("the formats", server.runtime.blocks.format_id.tolist())
+            assert local == remote
             for number_of_prompt in range(6):  # a shortage demotes or evicts
                 server.submit([*tokens(10 + number_of_prompt, 6), 1], [7] * 3, None, None)
                 turns(server, peer)

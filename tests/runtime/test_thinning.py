@@ -182,3 +182,11 @@ def test_every_prompt_within_budget_limit_fits(tight):
             assert sizes.need(budget, longest + 1, 1, 1, chunk) > capacity
             before = longest
     assert sizes.longest(Budget(ratio=16), 1, None) < tight.sizing.capacity_tokens
+
+
+def test_packing_of_prompts_counts_as_compaction_time():
+    runtime = make_runtime(window=0, high="k4v4", blocks=40)
+    runtime.page_ops.gaps = ops.RowGaps(8, torch.device("cpu"))
+    arrive(runtime, 12 * P + 3, 12 * P + 3, "one-shot:16x")
+    runtime.settle()
+    assert runtime.counters.compactions and runtime.counters.compaction_ms > 0
