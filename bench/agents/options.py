@@ -2,7 +2,7 @@
 
 `share-0.5` is `--kvc-running-share 0.5`, `floor-k4v2` is `--kvc-floor k4v2`, `reuse` is `--kvc-eviction reuse`,
 `interval-4` is SGLang's `--prefill-decode-interval 4`, and `mixed` its `--enable-mixed-chunk`. `done` and `steps` are
-hints of the clients, who know each pause to the nearest `WORKFLOW_STEP`.
+hints of the clients, who know each pause to the nearest step of a workflow.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.agents.orders import STEP
 from bench.agents.traces import Step
 from sglang_kvc.options.config import REUSE, KvcConfig
 from sglang_kvc.options.request_hints import DONE, STEPS
 
-WORKFLOW_STEP = 10.0  # seconds of a step of a workflow, before pauses are scaled
-
 
 @dataclass(frozen=True)
 class Options:
+    """Options of one server and the hints of its clients, by the names above."""
+
     share: float = 1.0
     interval: int = 0
     mixed: bool = False
@@ -56,5 +57,5 @@ class Options:
         last = at + 1 == len(steps)
         hints: dict[str, Any] = {DONE: True} if self.done and last else {}
         if self.steps and not last:
-            hints[STEPS] = round(steps[at + 1].pause / (WORKFLOW_STEP * scale))
+            hints[STEPS] = round(steps[at + 1].pause / (STEP * scale))
         return hints
