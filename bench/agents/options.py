@@ -2,7 +2,7 @@
 
 `share-0.5` is `--kvc-running-share 0.5`, `floor-k4v2` is `--kvc-floor k4v2`, `reuse` is `--kvc-eviction reuse`,
 `interval-4` is SGLang's `--prefill-decode-interval 4`, and `mixed` its `--enable-mixed-chunk`. `done` and `steps` are
-hints of the clients, who know each pause to the nearest step of a workflow.
+hints of the clients, who know each pause to the nearest step of a workflow. `default` has no option.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from bench.agents.traces import Step
 from sglang_kvc.options.config import REUSE, KvcConfig
 from sglang_kvc.options.request_hints import DONE, STEPS
 
+DEFAULT = "default"
+
 
 @dataclass(frozen=True)
 class Options:
     """Options of one server and the hints of its clients, by the names above."""
 
-    share: float = 1.0
+    share: float | None = None
     interval: int = 0
     mixed: bool = False
     floor: str | None = None
@@ -33,7 +35,7 @@ class Options:
     def parse(cls, text: str) -> Options:
         """`share-0.5+interval-4+mixed`; ValueError or TypeError for anything else."""
         kinds, given = {"share": float, "interval": int, "floor": str}, {}
-        for part in text.split("+"):
+        for part in text.split("+") if text != DEFAULT else ():
             name, _, value = part.partition("-")
             given[name] = kinds[name](value) if name in kinds else True
         return cls(**given)
@@ -46,7 +48,7 @@ class Options:
 
     def flags(self) -> list[str]:
         """Options of `sglang.launch_server`, without those that have their default."""
-        flags = ["--kvc-running-share", f"{self.share:g}"] if self.share != 1 else []
+        flags = ["--kvc-running-share", f"{self.share:g}"] if self.share is not None else []
         flags += ["--prefill-decode-interval", str(self.interval)] if self.interval else []
         flags += ["--enable-mixed-chunk"] if self.mixed else []
         flags += ["--kvc-floor", self.floor] if self.floor else []

@@ -270,7 +270,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("traces", type=Path)
     p.add_argument("--agents", default="32,40,48,56,64,96", help="numbers of agents, separated by commas")
-    p.add_argument("--servers", default="share-1,share-0.65,share-0.5,share-0.4", help="separated by commas")
+    p.add_argument("--servers", default="default,share-1,share-0.5", help="separated by commas")
     p.add_argument("--warm-up", type=float, default=120.0, help="seconds that do not count")
     p.add_argument("--seconds", type=float, default=300.0, help="measured seconds")
     p.add_argument("--seeds", type=int, default=2)

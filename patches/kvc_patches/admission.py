@@ -87,7 +87,10 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     if credit is None:
         return AddReqResult.OTHER
     with _credit(self, credit), _one_admission(self, req):
-        return orig(self, req, has_chunked_req, truncation_align_size)
+        result = orig(self, req, has_chunked_req, truncation_align_size)
+    if self.can_run_list and self.can_run_list[-1] is req:
+        admission.note_admitted(self, runtime, req)
+    return result
 
 
 def around_add_chunked_req(orig, self, req):

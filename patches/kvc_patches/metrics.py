@@ -33,6 +33,8 @@ GAUGES = {
     "compaction_seconds": ("Host time of compactions since start.", lambda s: s.compaction_ms / 1e3),
     "evicted_blocks": ("Blocks evicted since start.", lambda s: s.evicted_blocks),
     "demoted_blocks": ("Moves of blocks to a lower format since start.", lambda s: s.demoted_blocks),
+    "recomputed_tokens": ("Prompt tokens computed again after they were dropped.", lambda s: s.recomputed_tokens),
+    "running_share": ("Share of memory for running requests; 1: no limit.", lambda s: s.running_share),
     "host_bytes": ("Bytes of host memory in use.", lambda s: s.host_bytes),
     "host_bytes_total": ("Bytes of host memory; 0 without a host tier.", lambda s: s.host_bytes_total),
     "host_blocks": ("Blocks in host memory.", lambda s: s.host_blocks),

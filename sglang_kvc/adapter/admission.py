@@ -86,7 +86,7 @@ def waits_for_running(adder: Any, runtime: Runtime, req: Any) -> bool:
     Decode steps stall while prompts are computed, so requests that compute much run for long, and hold memory that
     evicted sessions need when they return. A prompt whose blocks are being loaded has passed before, and one for which
     requests were preempted takes their place."""
-    share, running = runtime.config.running_share, adder.running_batch
+    share, running = runtime.running_share.now, adder.running_batch
     if share == 1 or getattr(req, "kvc_waits_for", None) is not None or getattr(adder, "kvc_row_for", None) is req:
         return False
     if not adder.can_run_list and (running is None or running.is_empty()):
@@ -99,6 +99,12 @@ def waits_for_running(adder: Any, runtime: Runtime, req: Any) -> bool:
         new, answer = _uncompressed(req)
         need = capacity.growth_tokens(new + answer * adder.new_token_ratio, format_id_of(runtime, req), 0)
     return capacity.crowds(share, need, adder.tree_cache.path_blocks(req.last_node), claimed)
+
+
+def note_admitted(adder: Any, runtime: Runtime, req: Any) -> None:
+    """A prompt was admitted."""
+    if not adder.tree_cache.disable:
+        adder.tree_cache.note_admitted(req)
 
 
 def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:

@@ -55,6 +55,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
         self.tree_core.evictable_device_leaves = leaves(self.component.priority)
         self.tree_core.evictable_host_leaves = leaves(self.component.priority)
         self.component.demotions.clear()
+        self.runtime.running_share.ghosts.clear()
         self.runtime.reset()
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -96,6 +97,27 @@ class KvcRadixCache(DiskCache, StreamingCache):
         if params.req is not None:
             params.req.kvc_match_end = result.best_match_node
         return result
+
+    # ---- prompts whose prefixes were dropped
+
+    def note_dropped(self, node) -> None:
+        """A leaf has left the tree."""
+        block, memory = node.key.child_key(self.page_size), self.runtime.capacity.packed_capacity
+        self.runtime.running_share.drop(node.id, node.parent.id, block, len(node.key), memory)
+
+    def note_admitted(self, req) -> None:
+        """A prompt is computed from token `req.prefix_len` on. One that resumes after a retraction does not count: it
+        shows that answers are short of memory, not that sessions are."""
+        if req.output_ids:
+            return
+        p, share, memory = self.page_size, self.runtime.running_share, self.runtime.capacity.packed_capacity
+        tokens, again = req.full_untruncated_fill_ids, 0
+        rest = (len(tokens) - req.prefix_len) // p * p
+        if rest and req.prefix_len % p == 0:
+            block = BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt).child_key_at(req.prefix_len, p)
+            again = min(rest, share.ghosts.take(req.last_node, block))
+        self.runtime.counters.recomputed_tokens += again
+        share.admit(len(tokens), again, memory)
 
     # ---- paths
 

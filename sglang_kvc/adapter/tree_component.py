@@ -93,6 +93,11 @@ class BlockComponent(FullComponent):
 
     # ---- eviction
 
+    def discard_deleted_session_leaf(self, node) -> None:
+        """Called by SGLang for every node that leaves the tree."""
+        super().discard_deleted_session_leaf(node)
+        self.cache.note_dropped(node)
+
     def evict_component(self, node, device_frees, host_frees, cache_actions, target=EvictLayer.DEVICE):
         freed = super().evict_component(node, device_frees, host_frees, cache_actions, target)
         data = node.component_data[self.component_type]

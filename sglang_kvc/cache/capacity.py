@@ -116,6 +116,11 @@ class Capacity:
             return tokens
         return tokens * self._mean_block_pages(format_id) / self.layout.block_pages_bf16
 
+    @property
+    def packed_capacity(self) -> float:
+        """Tokens that the memory holds if all are packed in the server's own format."""
+        return self.sizing.capacity_tokens / self.expected_tokens(1, 1)
+
     def _mean_block_pages(self, format_id: int) -> float:
         """Mean pages of earlier blocks at `format_id`. Before the first one, it is the maximum, or less if the data
         decide the tier of each token: half of the tokens are then expected in each tier."""

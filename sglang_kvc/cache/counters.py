@@ -14,4 +14,5 @@ class Counters:
     transfer_ms: float = 0.0  # host time of copies to and from host memory, likewise
     evicted_blocks: int = 0
     demoted_blocks: int = 0  # moves to a lower format; also counted as compactions
+    recomputed_tokens: int = 0  # of prompts whose prefixes were dropped before
     canceled_loads: int = 0  # whose memory was needed before they began

@@ -32,6 +32,7 @@ from .one_shot import Budget, OneShotPrompt
 from .op_queue import NO_GROUPS, Compact, EndGap, Load, OpLog, PackPrompt, Release, Save, Take, Thin
 from .page_ops import PageOps, PendingCounts
 from .replanning import Replanning
+from .running_share import RunningShare
 from .sequence import Sequence, extend_each
 from .sizing import Sizing
 from .thinning import UNTHINNED, thinned_blocks
@@ -104,6 +105,7 @@ class Runtime:
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
         self.demotion = Demotion(self)
+        self.running_share = RunningShare(self.config.running_share)
         self.calibration_digest = file_digest(self.config.calibration)  # the file may change while the server runs
 
     def attach_host_tier(self) -> None:

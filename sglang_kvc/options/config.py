@@ -39,7 +39,7 @@ class KvcConfig:
     disk_size: int | None = None  # maximum bytes of its files; None: most of the free space
     storage: str | None = None  # SGLang's name of a storage backend, in place of `disk`
     eviction: str = RADIX  # which blocks are evicted first: by SGLang's --radix-eviction-policy, or by expected reuse
-    running_share: float = 1.0  # share of the memory that running requests may hold when a prompt needs an eviction
+    running_share: float | None = None  # of the memory, see `cache.running_share`; None: the server decides
     budget: Budget | None = None
     scorer: Scorer = field(default=KeyDiff())
     share: Share = field(default=Global())

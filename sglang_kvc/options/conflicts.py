@@ -55,7 +55,7 @@ def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
 
 def check_running_share(config: KvcConfig, args: Any) -> None:
     """Refuse a limit for the sake of cached sessions on a server that caches none."""
-    if config.running_share < 1 and args.disable_radix_cache:
+    if config.running_share not in (None, 1) and args.disable_radix_cache:
         raise ConfigError(
             "--kvc-running-share has no effect with --disable-radix-cache, because no session stays cached; drop one "
             "of them."

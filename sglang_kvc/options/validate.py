@@ -47,7 +47,7 @@ def _check_choices(c: KvcConfig) -> None:
         raise ConfigError(f"{flag('trust')} {c.trust!r} is not a choice; give {listed(TRUST)}.")
     if c.eviction not in EVICTIONS:
         raise ConfigError(f"{flag('eviction')} {c.eviction!r} is not a choice; give {listed(EVICTIONS)}.")
-    if not 0 < c.running_share <= 1:
+    if c.running_share is not None and not 0 < c.running_share <= 1:
         given = f"{flag('running_share')} {c.running_share:g}"
         raise ConfigError(f"{given} is not a share above 0 and up to 1; give one like 0.5.")
 

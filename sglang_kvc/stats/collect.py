@@ -112,6 +112,8 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         compaction_ms=runtime.counters.compaction_ms,
         evicted_blocks=runtime.counters.evicted_blocks,
         demoted_blocks=runtime.counters.demoted_blocks,
+        recomputed_tokens=runtime.counters.recomputed_tokens,
+        running_share=runtime.running_share.now,
         canceled_loads=runtime.counters.canceled_loads,
         transfer_ms=runtime.counters.transfer_ms,
         **({} if runtime.host_tier is None else _host(runtime.host_tier)),

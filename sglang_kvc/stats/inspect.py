@@ -142,6 +142,9 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
     mean = f", {s.compaction_ms / s.compactions:.2f} ms each" if s.compactions else ""
     out.append(("compactions", f"{s.compactions} blocks in {s.compaction_ms:.0f} ms of host time{mean}"))
     out.append(("evicted", f"{s.evicted_blocks} blocks"))
+    if s.recomputed_tokens:
+        limit = f"; running requests may hold {s.running_share:.0%} of the memory" if s.running_share < 1 else ""
+        out.append(("recomputed", f"{s.recomputed_tokens} prompt tokens that had been dropped{limit}"))
     if s.demoted_blocks:
         out.append(("demoted", f"{s.demoted_blocks} blocks moved to a lower format"))
     if s.host_bytes_total:

@@ -38,6 +38,8 @@ class KvcStats:
     compaction_ms: float = 0.0  # host time of compactions: their launches on a GPU, the work itself on a CPU
     evicted_blocks: int = 0
     demoted_blocks: int = 0  # moves to a lower format since start
+    recomputed_tokens: int = 0  # prompt tokens since start that were computed again because they had been dropped
+    running_share: float = 1.0  # share of the memory that running requests may hold when a prompt needs an eviction
     host_bytes: int = 0  # bytes of host memory in use
     host_bytes_total: int = 0  # 0: there is no host tier
     host_blocks: int = 0  # blocks in host memory
@@ -102,6 +104,8 @@ class KvcStats:
         if self.occupancy is not None:
             parts.append(f"occupancy {self.occupancy:.2f}")
         parts.append(f"compacted {self.compactions} blocks")
+        if self.running_share < 1:
+            parts.append(f"running share {self.running_share:.2f}")
         if self.demoted_blocks:
             parts.append(f"demoted {self.demoted_blocks} blocks")
         if self.host_bytes_total:

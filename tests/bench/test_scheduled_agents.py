@@ -38,6 +38,8 @@ def test_cache_that_holds_all_sessions_finds_what_they_share():
 
 def test_name_of_a_server_gives_its_options():
     assert Options.parse("share-0.5+interval-4+mixed") == Options(share=0.5, interval=4, mixed=True)
+    assert Options.parse("default") == Options() and not Options().flags()
+    assert Options.parse("share-1").flags() == ["--kvc-running-share", "1"]
     assert Options.parse("floor-k2v2").config(0).floor == "k2v2"
     assert Options.parse("reuse+done+steps") == Options(reuse=True, done=True, steps=True)
     for wrong in ("share-a", "shares-0.5"):
@@ -59,9 +61,10 @@ def test_decode_interval_and_mixed_chunks_give_answers():
 
 
 @pytest.mark.slow
-def test_running_share_keeps_sessions_cached():
+@pytest.mark.parametrize("limited", ["default", "share-0.5"])
+def test_running_share_keeps_sessions_cached(limited):
     """With somewhat more sessions than memory, half of it for running requests makes decoding stall less."""
-    free, bounded = (row([answers(share, 36, 40_000)], 40.0) for share in ("share-1", "share-0.5"))
+    free, bounded = (row([answers(share, 36, 40_000)], 40.0) for share in ("share-1", limited))
     assert bounded["from_cache"] > 1.05 * free["from_cache"]
     assert bounded["answers_h"] > 1.05 * free["answers_h"]
     assert bounded["output_token_s_p90"] < 0.7 * free["output_token_s_p90"]

@@ -113,6 +113,7 @@ class ToyServer:
         if len(tokens) - req.prefix_len + 2 * P > free_tokens:
             self.tree.unlock(req.lock)
             return None
+        self.tree.note_admitted(req)
         prefix = self.tree.prefix_device_indices(req)
         req.kv.req_pool_idx = self.rows.free.pop()
         self.rows.req_to_token[req.kv.req_pool_idx, : req.prefix_len] = prefix.to(torch.int32)

@@ -37,8 +37,9 @@ def prompt(
 ) -> MagicMock:
     """One of SGLang's requests, without any cached prefix."""
     req = MagicMock(
-        full_untruncated_fill_ids=[0] * new, prefix_len=0, output_ids=[], host_hit_length=0, kvc_level=level,
-        kvc_budget=budget, last_node=server.tree.root_node.id, kvc=server.runtime.new_sequence(),
+        full_untruncated_fill_ids=array("q", [0] * new), extra_key=None, cache_salt=None, prefix_len=0, output_ids=[],
+        host_hit_length=0, kvc_level=level, kvc_budget=budget, last_node=server.tree.root_node.id,
+        kvc=server.runtime.new_sequence(),
     )  # fmt: skip
     req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = answer, False
     req.needs_host_load_back.return_value = False

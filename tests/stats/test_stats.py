@@ -56,6 +56,17 @@ def test_demoted_blocks_are_shown_only_if_present():
     assert metrics.GAUGES["demoted_blocks"][1](demoted) == 7 and KvcStats.from_dict(demoted.to_dict()) == demoted
 
 
+def test_recomputed_tokens_are_shown_with_the_limit():
+    again = replace(STATS, recomputed_tokens=7)
+    assert ("recomputed", "7 prompt tokens that had been dropped") in inspect.rows(again)
+    assert "recomputed" not in dict(inspect.rows(STATS)) and "running share" not in again.log_line()
+    limited = replace(again, running_share=0.5)
+    assert dict(inspect.rows(limited))["recomputed"].endswith("; running requests may hold 50% of the memory")
+    assert ", running share 0.50" in limited.log_line()
+    names = ("recomputed_tokens", "running_share")
+    assert [metrics.GAUGES[name][1](limited) for name in names] == [7, 0.5]
+
+
 def test_host_traffic_is_shown_with_rate_and_host_time():
     hosted = replace(STATS, host_bytes=10**9, host_bytes_total=2 * 10**9, host_saved_bytes=3 * 10**9, transfer_ms=12.3)
     assert hosted.log_line().endswith(", host 1.0 of 2.0 GB, 3.0 GB out, 0.0 GB back")
