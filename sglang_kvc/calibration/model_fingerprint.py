@@ -17,7 +17,13 @@ _FIELDS = (
     "num_key_value_heads",
     "vocab_size",
 )
-_ROPE_FIELDS = ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings")
+# Numbers, and lists of numbers, of the rotary embedding: of all kinds, Llama 3, YaRN and LongRoPE.
+_ROPE_FIELDS = (
+    "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "short_factor", "long_factor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,14 @@ def _fingerprint(text: Any, head_dim: int) -> str:
     rope = rope if isinstance(rope, dict) else {}
     scaling = getattr(text, "rope_scaling", None)
     merged = {"rope_theta": getattr(text, "rope_theta", None), **(scaling if isinstance(scaling, dict) else {}), **rope}
-    # As floats: a theta may be read as 10000 or 10000.0.
-    known |= {name: float(merged[name]) for name in _ROPE_FIELDS if isinstance(merged.get(name), (int, float))}
-    known |= {"rope_type": merged.get("rope_type") or merged.get("type") or "default", "head_dim": head_dim}
+    known |= _rotary(merged) | {"head_dim": head_dim}
+    known |= {kind: _rotary(of_kind) for kind, of_kind in rope.items() if isinstance(of_kind, dict)}  # of layers
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The fields of one rotary embedding. Numbers are floats: a theta may be read as 10000 or 10000.0."""
+    given = {name: parameters.get(name) for name in _ROPE_FIELDS}
+    numbers = {name: float(x) for name, x in given.items() if isinstance(x, (int, float))}
+    lists = {name: [float(x) for x in xs] for name, xs in given.items() if isinstance(xs, list)}
+    return {**numbers, **lists, "rope_type": parameters.get("rope_type") or parameters.get("type") or "default"}

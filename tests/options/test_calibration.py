@@ -177,3 +177,32 @@ def test_calibration_and_server_identify_model_alike(parse, model, make_model, w
             parse("--kv-backend", "kvc", "--kvc-calibration", file, model_path=make_model(**changes))
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert "was made for" in one_sentence(last) and "sglang-kvc calibrate" in last
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope", "gemma3"])
+def test_identity_depends_on_all_of_the_rotary_embedding(kind):
+    """Each parameter changes queries and keys. Numbers may be written as integers or not."""
+    shared = {"rope_theta": 10000, "rope_type": kind, "original_max_position_embeddings": 4096, "factor": 8}
+    parameters = {
+        "llama3": {**shared, "low_freq_factor": 1, "high_freq_factor": 4},
+        "yarn": {**shared, "attention_factor": 1, "beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1},
+        "longrope": {**shared, "short_factor": [1, 2], "long_factor": [3, 4]},
+        "gemma3": {"full_attention": shared, "sliding_attention": {"rope_theta": 10000, "rope_type": "default"}},
+    }[kind]
+
+    def fingerprint(value: dict) -> str:
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+        return identity_of(SimpleNamespace(**sizes, rope_parameters=value)).fingerprint
+
+    def changed(value):
+        """Copies of `value`, each with another number or name."""
+        if isinstance(value, dict):
+            return [{**value, name: other} for name, old in value.items() for other in changed(old)]
+        if isinstance(value, list):
+            return [[*value[:i], other, *value[i + 1 :]] for i, old in enumerate(value) for other in changed(old)]
+        return [f"{value}2" if isinstance(value, str) else value + 1]
+
+    same = json.loads(json.dumps(parameters), parse_int=float)
+    assert fingerprint(same) == fingerprint(parameters)
+    others = [fingerprint(other) for other in changed(parameters)]
+    assert len({fingerprint(parameters), *others}) == len(others) + 1 > 4
