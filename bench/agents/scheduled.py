@@ -275,6 +275,7 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=300.0, help="measured seconds")
     p.add_argument("--seeds", type=int, default=2)
     p.add_argument("--host-gb", type=float, default=0, help="host memory in gigabytes")
+    p.add_argument("--name", help="of the result file; default: agents/scheduled, with host memory scheduled_host")
     p.add_argument("--no-write", action="store_true")
     args = p.parse_args()
     torch.set_num_threads(1)
@@ -295,7 +296,8 @@ def main() -> None:
             took = time.perf_counter() - began
             print(name, " ".join(f"{k} {v:.4g}" for k, v in figures.items()), f"({took:.0f} s)", flush=True)
     if not args.no_write:
-        common.write_result("agents/scheduled" + ("_host" if machine.host_memory else ""), numbers)
+        name = "agents/scheduled_host" if machine.host_memory else "agents/scheduled"
+        common.write_result(args.name or name, numbers)
 
 
 if __name__ == "__main__":

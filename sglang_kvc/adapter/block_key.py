@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
@@ -33,3 +35,11 @@ class BlockKey(RadixKey):
         if self.cache_salt is not None:
             return (self.extra_key, self.cache_salt), plain
         return plain if self.extra_key is None else (self.extra_key, plain)
+
+
+def block_hashes(key: BlockKey, begin: int, page_size: int, prefix: int) -> Iterator[int]:
+    """Hashes of the full blocks from token `begin` on. Each covers all tokens up to the end of its block, of which
+    `prefix` is the hash up to `begin`. Processes have different hashes."""
+    for at in range(begin, len(key) // page_size * page_size, page_size):
+        prefix = hash((prefix, key.child_key_at(at, page_size)))
+        yield prefix

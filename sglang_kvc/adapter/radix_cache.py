@@ -16,7 +16,7 @@ from ..cache.packing import Phase, tokens_written
 from ..cache.runtime import Runtime
 from ..cache.sequence import Sequence
 from ..options.config import REUSE
-from .block_key import BlockKey
+from .block_key import BlockKey, block_hashes
 from .streaming import StreamingCache
 from .tree_component import BlockComponent
 from .tree_disk import DiskCache
@@ -32,6 +32,8 @@ class KvcRadixCache(DiskCache, StreamingCache):
     `evictable_size` is physical: what eviction adds to the allocator's `available_size`. `evictable_slots` is the exact
     virtual count that SGLang's leak check compares with the slots in use.
     """
+
+    _drops_private = False
 
     def __init__(self, params):
         self.runtime: Runtime = params.token_to_kv_pool_allocator.runtime
@@ -55,7 +57,6 @@ class KvcRadixCache(DiskCache, StreamingCache):
         self.tree_core.evictable_device_leaves = leaves(self.component.priority)
         self.tree_core.evictable_host_leaves = leaves(self.component.priority)
         self.component.demotions.clear()
-        self.runtime.running_share.ghosts.clear()
         self.runtime.reset()
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -101,23 +102,35 @@ class KvcRadixCache(DiskCache, StreamingCache):
     # ---- prompts whose prefixes were dropped
 
     def note_dropped(self, node) -> None:
-        """A leaf has left the tree."""
-        block, memory = node.key.child_key(self.page_size), self.runtime.capacity.packed_capacity
-        self.runtime.running_share.drop(node.id, node.parent.id, block, len(node.key), memory)
+        """A leaf has left the tree. No prompt continues blocks of a private request."""
+        if not self._drops_private:
+            blocks = [*block_hashes(node.key, 0, self.page_size, self._path_hash(node.parent))]
+            memory = self.runtime.capacity.packed_capacity / self.page_size
+            self.runtime.running_share.drop(blocks, memory)
 
     def note_admitted(self, req) -> None:
-        """A prompt is computed from token `req.prefix_len` on. One that resumes after a retraction does not count: it
-        shows that answers are short of memory, not that sessions are."""
-        if req.output_ids:
+        """A prompt is computed from token `req.prefix_len` on. It does not count again when it resumes after a
+        retraction, which shows that answers are short of memory, not that sessions are."""
+        tokens, begin, share = req.full_untruncated_fill_ids, req.prefix_len, self.runtime.running_share
+        if not len(tokens) or getattr(req, "kvc_noted", False):
             return
-        p, share, memory = self.page_size, self.runtime.running_share, self.runtime.capacity.packed_capacity
-        tokens, again = req.full_untruncated_fill_ids, 0
-        rest = (len(tokens) - req.prefix_len) // p * p
-        if rest and req.prefix_len % p == 0:
-            block = BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt).child_key_at(req.prefix_len, p)
-            again = min(rest, share.ghosts.take(req.last_node, block))
+        req.kvc_noted = True
+        key = BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        prefix = self._path_hash(self.tree_core.node_by_id(req.last_node))
+        again = self.page_size * share.ghosts.take(block_hashes(key, begin, self.page_size, prefix))
         self.runtime.counters.recomputed_tokens += again
-        share.admit(len(tokens), again, memory)
+        share.admit(len(tokens), len(tokens) - begin, again, self.runtime.capacity.packed_capacity)
+
+    def _path_hash(self, node) -> int:
+        """Hash of all tokens up to the end of `node`. Nodes keep it: a split changes only where a node begins."""
+        prefix = 0
+        for part in self._path(node):
+            known = getattr(part, "kvc_path_hash", None)
+            if known is None:
+                *_, known = block_hashes(part.key, 0, self.page_size, prefix)
+                part.kvc_path_hash = known
+            prefix = known
+        return prefix
 
     # ---- paths
 
@@ -230,7 +243,9 @@ class KvcRadixCache(DiskCache, StreamingCache):
         if self.reuse is not None and req.finished():
             self.reuse.end(req)
         if private and not self.disable:
+            self._drops_private = True
             self._drop_path(req.last_node)
+            self._drops_private = False
         elif checkpointed and not self.disable:
             self.back_up(req.last_node)
 

@@ -1,70 +1,96 @@
 """`--kvc-running-share`: the share of the memory that running requests may hold when a prompt needs an eviction.
 
 Decode steps stall while prompts are computed. Requests that compute much therefore run for long, and hold memory that
-paused sessions need, whose prompts must then be computed, too. A limit keeps memory for paused sessions.
+paused sessions need, whose prompts must then be computed, too. A limit keeps memory for paused sessions. It also runs
+fewer requests in each decode step, so it pays only if it saves more time in prefills than it costs in decode steps.
 
-Unless the operator gives one, the limit applies only while many prompt tokens are computed again. A ghost list (Megiddo
-and Modha, ARC, 2003) tells which are: it remembers dropped prefixes without their blocks.
+Unless the operator gives a share, the limit begins when prompt tokens that had been dropped take longer to compute than
+all decode steps. It stays only if the work for an output token falls. Work is counted in tokens, not in time, so that
+tensor-parallel ranks decide alike.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Hashable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 LIMIT = 0.5  # the server's own share
-# Share of the prompt tokens that are computed again. The limit begins above the first and ends below the second. If it
-# is above the last when the limit has had time to work, the limit does not help.
-BEGIN, END, USELESS = 0.2, 0.05, 0.6
+STEP = 256  # prompt tokens whose prefill takes about as long as a decode step
+END = 0.1  # the limit ends if dropped tokens take less than this share of the time of decode steps
+GAIN = 0.9  # the limit ends if the work for an output token is more than this share of the work before
 # In prompt tokens, as multiples of the tokens that the memory holds:
-TRIAL = 8.0  # until a limit has had time to work
-RETRY = 32.0  # until a limit that did not help is tried again
-REMEMBERED = 8.0  # in dropped prefixes
+SETTLE = 1.0  # before a limit begins, so that the work before it is known
+TRIAL = 8.0  # before a limit is judged
+PAUSE, MAX_PAUSE = 8.0, 64.0  # after a limit that did not help; doubled each time
+REMEMBERED = 8.0  # in dropped blocks
+
+MAX_GHOSTS = 1 << 18
+
+
+class GhostList:
+    """Blocks that the radix tree dropped, by a hash of all tokens up to their end (a ghost list, as in ARC of Megiddo
+    and Modha, 2003). The earliest are forgotten beyond `limit` blocks."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Remember successive blocks. The last is forgotten first, because a hit ends at a missing block."""
+        for block in reversed(blocks):
+            self._ghosts[block] = None
+            self._ghosts.move_to_end(block)
+        while len(self._ghosts) > self.limit:
+            self._ghosts.popitem(last=False)
+
+    def take(self, blocks: Iterable[int]) -> int:
+        """Number of the first of these successive blocks that are ghosts; they are none any more."""
+        taken = 0
+        for block in blocks:
+            if block not in self._ghosts:
+                break
+            del self._ghosts[block]
+            taken += 1
+        return taken
+
+    def clear(self) -> None:
+        self._ghosts.clear()
 
 
 @dataclass
-class GhostList:
-    """Prefixes that the radix tree dropped, each by the node that it continued and the first block of its tokens.
+class Recent:
+    """Work since start, in which earlier work counts less: it has a weight of 1/e after as many prompt tokens as the
+    memory holds.
 
-    The earliest are forgotten beyond `limit` tokens in total.
+    computed: prompt tokens that were computed. again: those of them that had been dropped. steps: decode steps.
+    decoded: tokens of these steps.
     """
 
-    limit: float = 0.0
-    tokens: int = 0
-    _ghosts: OrderedDict[tuple[int, int], int] = field(default_factory=OrderedDict)
-    _below: defaultdict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))  # by node
+    computed: float = 0.0
+    again: float = 0.0
+    steps: float = 0.0
+    decoded: float = 0.0
 
-    def add(self, node: int, parent: int, block: Hashable, tokens: int) -> None:
-        """The leaf `node` with `tokens` tokens, `block` first, was dropped below `parent`. The longest ghost that
-        continues the leaf becomes a part of the leaf's ghost."""
-        tokens += max([self._remove(ghost) for ghost in list(self._below.get(node, ()))], default=0)
-        ghost = (parent, hash(block))
-        self._remove(ghost)
-        self._ghosts[ghost] = tokens
-        self._below[parent].add(ghost)
-        self.tokens += tokens
-        while self.tokens > self.limit:
-            self._remove(next(iter(self._ghosts)))
+    def admit(self, part: float, computed: int, again: int) -> None:
+        """A prompt with `part` of the tokens that the memory holds was admitted."""
+        for name in ("computed", "again", "steps", "decoded"):
+            setattr(self, name, getattr(self, name) * (1 - part))
+        self.computed += computed
+        self.again += again
 
-    def take(self, node: int, block: Hashable) -> int:
-        """Remove the ghost that continues `node` with `block`, and return its tokens; 0 if there is none."""
-        return self._remove((node, hash(block)))
+    @property
+    def work(self) -> float:
+        """Work for an output token, in prompt tokens."""
+        return (self.computed + STEP * self.steps) / max(1.0, self.decoded)
 
-    def clear(self) -> None:
-        self.tokens = 0
-        self._ghosts.clear()
-        self._below.clear()
-
-    def _remove(self, ghost: tuple[int, int]) -> int:
-        tokens = self._ghosts.pop(ghost, 0)
-        if tokens:
-            self.tokens -= tokens
-            siblings = self._below[ghost[0]]
-            siblings.remove(ghost)
-            if not siblings:
-                del self._below[ghost[0]]
-        return tokens
+    @property
+    def again_for_step(self) -> float:
+        """Time to compute dropped tokens, relative to that of decode steps."""
+        return self.again / (STEP * max(1.0, self.steps))
 
 
 @dataclass
@@ -72,16 +98,17 @@ class RunningShare:
     """Decides the share.
 
     given: the operator's share; None: the server decides.
-    again: share of recent prompt tokens that are computed again.
     since: prompt tokens since the limit began or ended, as a multiple of the tokens that the memory holds.
     """
 
     given: float | None
     ghosts: GhostList = field(default_factory=GhostList)
-    again: float = 0.0
+    recent: Recent = field(default_factory=Recent)
     limited: bool = False
     since: float = 0.0
-    wait: float = 0.0  # value of `since` before which the limit does not begin
+    wait: float = SETTLE  # value of `since` before which the limit does not begin
+    pause: float = PAUSE  # after the next limit that does not help
+    before: float = 0.0  # work for an output token when the limit began
 
     @property
     def now(self) -> float:
@@ -89,20 +116,27 @@ class RunningShare:
             return self.given
         return LIMIT if self.limited else 1.0
 
-    def drop(self, node: int, parent: int, block: Hashable, tokens: int, memory: float) -> None:
-        """Remember a dropped leaf, see `GhostList.add`. `memory`: tokens that the memory holds."""
-        self.ghosts.limit = REMEMBERED * memory
-        self.ghosts.add(node, parent, block, tokens)
+    def drop(self, blocks: Sequence[int], memory: float) -> None:
+        """The tree dropped successive blocks with these hashes. `memory`: blocks that the memory holds."""
+        self.ghosts.limit = min(MAX_GHOSTS, int(REMEMBERED * memory))
+        self.ghosts.add(blocks)
 
-    def admit(self, tokens: int, again: int, memory: float) -> None:
-        """A prompt of `tokens` tokens was admitted, of which `again` are computed again. `memory`: tokens that the
-        memory holds; `self.again` is a moving average over as many."""
+    def decode(self, requests: int) -> None:
+        """A decode step of `requests` requests."""
+        self.recent.steps += 1
+        self.recent.decoded += requests
+
+    def admit(self, tokens: int, computed: int, again: int, memory: float) -> None:
+        """A prompt of `tokens` tokens was admitted, of which `computed` are computed, and `again` of these had been
+        dropped. `memory`: tokens that the memory holds."""
         part = tokens / max(memory, tokens)
-        self.again += (again / tokens - self.again) * part
+        self.recent.admit(part, computed, again)
         self.since += part
-        if self.limited:
-            useless = self.again > USELESS and self.since > TRIAL
-            if useless or self.again < END:
-                self.limited, self.since, self.wait = False, 0.0, RETRY if useless else 0.0
-        elif self.again > BEGIN and self.since >= self.wait:
-            self.limited, self.since = True, 0.0
+        if not self.limited:
+            if self.recent.again_for_step > 1 and self.since >= self.wait:
+                self.limited, self.since, self.before = True, 0.0, self.recent.work
+        elif self.recent.again_for_step < END:
+            self.limited, self.since, self.wait, self.pause = False, 0.0, SETTLE, PAUSE
+        elif self.since > TRIAL and self.recent.work > GAIN * self.before:
+            self.limited, self.since, self.wait = False, 0.0, self.pause
+            self.pause = min(MAX_PAUSE, 2 * self.pause)

@@ -282,6 +282,7 @@ class Runtime:
 
     def reset(self) -> None:
         """Forget everything (flush_cache; nothing is running)."""
+        self.running_share = RunningShare(self.config.running_share)
         self.page_ops.synchronize()
         for queued in (self.log, self.pending, self.extending):
             queued.clear()

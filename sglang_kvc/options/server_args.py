@@ -287,7 +287,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         _option(
             "Share of the KV cache that running requests may hold when another prompt needs an eviction, like 0.5. The "
             "prompt then waits, so that the sessions of paused agents stay cached. 1: no limit. Default: 0.5 while "
-            "many prompt tokens are computed again because they had been dropped, else 1."
+            "prompt tokens that had been dropped take longer to compute than decode steps, and this helps; else 1."
         ),
         NS("memory"),
     ] = None

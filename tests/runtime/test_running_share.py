@@ -4,99 +4,142 @@ from __future__ import annotations
 
 import random
 from array import array
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_kvc.cache.running_share import GhostList, RunningShare
+from sglang_kvc.cache.running_share import STEP, GhostList, RunningShare
 
 from .model import P, ToyServer
 
 MEMORY = 1000.0  # tokens
 
 
-def serve(share: RunningShare, prompts: int, again: int) -> list[float]:
-    """Admit prompts of 100 tokens, `again` of which are computed again, and return the shares that followed."""
+def serve(share: RunningShare, prompts: int, again: int, steps: float, running: int = 10) -> list[float]:
+    """Admit prompts of 100 tokens, all computed and `again` of them dropped before, with `steps` decode steps of
+    `running` requests after each. Returns the shares that followed."""
     shares = []
-    for _ in range(prompts):
-        share.admit(100, again, MEMORY)
+    for i in range(prompts):
+        share.admit(100, 100, again, MEMORY)
+        for _ in range(int(steps * (i + 1)) - int(steps * i)):
+            share.decode(running)
         shares.append(share.now)
     return shares
 
 
-def test_ghost_grows_with_leaves_dropped_before_its_own():
-    """A chain 1 -> 2 -> 3 is dropped from its end, as leaves are."""
-    ghosts = GhostList(limit=100)
-    ghosts.add(3, parent=2, block=b"c", tokens=30)
-    ghosts.add(4, parent=2, block=b"d", tokens=10)
-    assert ghosts.take(2, b"x") == 0 and ghosts.take(1, b"c") == 0
-    ghosts.add(2, parent=1, block=b"b", tokens=20)
-    assert ghosts.tokens == 50 and ghosts.take(2, b"c") == 0
-    assert ghosts.take(1, b"b") == 50 and ghosts.take(1, b"b") == 0 and ghosts.tokens == 0
+def ghosts(limit: int, *blocks: int) -> GhostList:
+    known = GhostList()
+    known.limit = limit
+    known.add(blocks)
+    return known
 
 
-def test_ghost_that_is_dropped_again_counts_once():
-    ghosts = GhostList(limit=100)
-    for tokens in (30, 40):
-        ghosts.add(tokens, parent=1, block=b"a", tokens=tokens)
-    assert ghosts.tokens == 40 and ghosts.take(1, b"a") == 40
+def test_ghosts_count_up_to_the_first_missing_block():
+    known = ghosts(100, 1, 2, 3, 5)
+    assert known.take([7, 1]) == 0
+    assert known.take([1, 2, 4, 5]) == 2 and len(known) == 2
+    assert known.take([1, 2, 3]) == 0 and known.take([3, 5]) == 2
 
 
-def test_earliest_ghosts_are_forgotten():
-    ghosts = GhostList(limit=100)
-    for i in range(20):
-        ghosts.add(100 + i, parent=i, block=b"a", tokens=30)
-    assert ghosts.tokens == 90 and not ghosts.take(16, b"a")
-    assert [ghosts.take(i, b"a") for i in (17, 18, 19)] == [30, 30, 30] and not ghosts._below
+def test_ends_of_earliest_ghosts_are_forgotten_first():
+    known = ghosts(5, 1, 2, 3)
+    known.add([4, 5])
+    known.add([2])  # dropped again
+    known.add([6])
+    assert len(known) == 5 and known.take([3]) == 0
+    known.add([7])
+    assert known.take([1]) == 0 and known.take([4, 5]) == 2 and known.take([2]) == 1
 
 
-def test_limit_holds_while_prompts_are_computed_again():
+def test_limit_holds_while_dropped_tokens_take_longer_than_decode_steps():
     share = RunningShare(None)
-    assert set(serve(share, 100, 10)) == {1.0}
-    shares = serve(share, 30, 50)
+    few = 100 / STEP  # decode steps that take as long as 100 tokens
+    assert set(serve(share, 100, 60, steps=few)) == {1.0}
+    shares = serve(share, 30, 90, steps=few / 2)
     assert shares[0] == 1.0 and shares[-1] == 0.5
-    assert set(serve(share, 500, 10)) == {0.5}  # the limit helps: fewer prompts are computed again
-    assert serve(share, 100, 0)[-1] == 1.0
+    share.before *= 2  # the limit helps
+    assert set(serve(share, 300, 30, steps=few / 2)) == {0.5}
+    assert serve(share, 100, 0, steps=few / 2)[-1] == 1.0
 
 
-def test_limit_that_does_not_help_ends_and_is_tried_again_later():
-    """The limit holds for 8 times the memory's tokens, then it pauses for 32 times as many."""
-    shares = serve(RunningShare(None), 900, 90)
-    begins = [i for i in range(1, 900) if (shares[i - 1], shares[i]) == (1.0, 0.5)]
-    ends = [i for i in range(1, 900) if (shares[i - 1], shares[i]) == (0.5, 1.0)]
-    assert len(begins) == 3 and 78 < ends[0] - begins[0] < 84 and 318 < begins[1] - ends[0] < 324
+def test_limit_that_does_not_help_pauses_longer_each_time():
+    """The limit begins after as many prompt tokens as the memory holds, and lasts for 8 times as many. It then pauses
+    for 8, 16, 32 and 64 times as many."""
+    shares = serve(RunningShare(None), 2200, 90, steps=0.1)
+    changes = [i for i in range(1, 2200) if shares[i - 1] != shares[i]]
+    assert shares[0] == 1.0
+    assert [round((end - begin) / 10) for begin, end in pairwise([0, *changes])] == [1, 8, 8, 8, 16, 8, 32, 8, 64, 8]
 
 
 @pytest.mark.parametrize("given", [1.0, 0.3])
 def test_share_that_the_operator_gives_stays(given):
-    assert set(serve(RunningShare(given), 100, 90)) == {given}
+    assert set(serve(RunningShare(given), 100, 90, steps=0)) == {given}
+
+
+def prompts(draw: random.Random) -> list[list[int]]:
+    """Sessions that grow, are cut back, or branch off another one."""
+    sessions, out = [[] for _ in range(24)], []
+    for turn in range(300):
+        i = draw.randrange(24)
+        match draw.randrange(20):
+            case 0:
+                sessions[i] = sessions[i][: draw.randrange(2 * P)]
+            case 1:
+                other = draw.choice(sessions)
+                sessions[i] = other[: draw.randint(0, len(other))]
+            case _ if len(sessions[i]) > 12 * P:
+                sessions[i] = []
+        sessions[i] = [*sessions[i], turn, *draw.choices(range(1000), k=draw.randint(1, 2 * P))]
+        out.append(sessions[i])
+    return out
 
 
 def test_tree_counts_what_was_computed_before():
-    """Sessions that grow in turns, against a set of all blocks that were ever cached."""
-    draw, server = random.Random(0), ToyServer(high="k4v4", window=0, blocks=24)
-    sessions, known, expected = [[] for _ in range(24)], set(), 0
-    for turn in range(250):
-        tokens = sessions[draw.randrange(24)]
-        if len(tokens) > 12 * P:
-            tokens.clear()
-        tokens += [turn, *draw.choices(range(1000), k=draw.randint(1, 2 * P))]
+    """The tokens that are computed although they follow each other in a set of all blocks that were ever cached."""
+    server, known, expected = ToyServer(high="k4v4", window=0, blocks=20), set(), 0
+    for tokens in prompts(random.Random(0)):
         blocks = [tuple(tokens[:end]) for end in range(P, len(tokens) + 1, P)]
         match = server.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), None)))
-        expected += P * sum(block in known for block in blocks[match.device_prefix_len // P :])
+        missed = blocks[match.device_prefix_len // P :]
+        expected += P * next((i for i, block in enumerate(missed) if block not in known), len(missed))
         req = server.admit(tokens)
         assert req is not None
         server.finish(req)
         known.update(blocks)
-    assert server.runtime.counters.evicted_blocks > 50 and expected > 50 * P
+    assert server.runtime.counters.evicted_blocks > 50 and expected > 20 * P
     assert server.runtime.counters.recomputed_tokens == expected
 
 
-def test_preempted_request_does_not_count():
+def test_prompt_counts_once_and_an_empty_one_not_at_all():
     server = ToyServer(high="k4v4", window=0)
-    share = server.runtime.running_share
-    resumed = SimpleNamespace(output_ids=[1], full_untruncated_fill_ids=[0] * P)
-    server.tree.note_admitted(resumed)
+    share, root = server.runtime.running_share, server.tree.root_node.id
+    prompt = {"prefix_len": 0, "extra_key": None, "cache_salt": None, "last_node": root}
+    server.tree.note_admitted(SimpleNamespace(full_untruncated_fill_ids=array("q"), **prompt))
     assert share.since == 0
+    req = SimpleNamespace(full_untruncated_fill_ids=array("q", range(P)), **prompt)
+    for _ in range(2):  # the second time after a retraction
+        server.tree.note_admitted(req)
+    assert share.recent.computed == P
+
+
+def test_private_blocks_leave_no_ghosts():
+    """Blocks of a private request are dropped when it ends, and no prompt continues them."""
+    server = ToyServer(high="k4v4", window=0)
+    tokens = [*range(4 * P), 1]
+    queued = SimpleNamespace(kvc_private=True, cache_salt="own", extra_key=None)
+    server.finish(server.admit(tokens, queued=queued))
+    assert not len(server.runtime.running_share.ghosts)
+    server.finish(server.admit(tokens))
+    server.tree.evict(EvictParams(num_tokens=4 * P))
+    assert len(server.runtime.running_share.ghosts) == 4
+
+
+def test_flush_forgets_all():
+    server = ToyServer(high="k4v4", window=0)
+    serve(server.runtime.running_share, 12, 90, steps=0)
+    assert server.runtime.running_share.now == 0.5
+    server.tree.reset()
+    assert server.runtime.running_share.now == 1 and not server.runtime.running_share.recent.again
