@@ -58,14 +58,16 @@ def around_init(
 
 @contextmanager
 def _one_admission(adder, req):
-    """Admit a request with `ignore_eos` like any other. Without a radix cache, SGLang would reserve its whole answer in
-    uncompressed tokens, and one that fits only packed would wait forever."""
+    """Admit a request with `ignore_eos` like any other, and note it. Without a radix cache, SGLang would reserve its
+    whole answer in uncompressed tokens, and one that fits only packed would wait forever."""
     params, ignore_eos = req.sampling_params, req.sampling_params.ignore_eos
     params.ignore_eos = ignore_eos and not getattr(adder.tree_cache, "disable", True)
     try:
         yield
     finally:
         params.ignore_eos = ignore_eos
+    if adder.can_run_list[-1:] == [req] and not adder.tree_cache.disable:
+        adder.tree_cache.note_admitted(req)
 
 
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
@@ -87,10 +89,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     if credit is None:
         return AddReqResult.OTHER
     with _credit(self, credit), _one_admission(self, req):
-        result = orig(self, req, has_chunked_req, truncation_align_size)
-    if self.can_run_list and self.can_run_list[-1] is req:
-        admission.note_admitted(self, runtime, req)
-    return result
+        return orig(self, req, has_chunked_req, truncation_align_size)
 
 
 def around_add_chunked_req(orig, self, req):

@@ -101,12 +101,6 @@ def waits_for_running(adder: Any, runtime: Runtime, req: Any) -> bool:
     return capacity.crowds(share, need, adder.tree_cache.path_blocks(req.last_node), claimed)
 
 
-def note_admitted(adder: Any, runtime: Runtime, req: Any) -> None:
-    """A prompt was admitted."""
-    if not adder.tree_cache.disable:
-        adder.tree_cache.note_admitted(req)
-
-
 def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:
     """Tokens that a prompt with its answer needs less when packed than uncompressed; None if it cannot be staged in
     this prefill."""

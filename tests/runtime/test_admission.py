@@ -275,7 +275,7 @@ def test_prompt_that_never_fits_is_aborted(monkeypatch):
         req = SimpleNamespace(
             origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=level and {"kvc": level}),
             extra_key=None, session=None, session_id=None, to_finish=None, set_finish_with_abort=messages.append,
-            return_routed_experts=False, return_logprob=False,
+            return_routed_experts=False, return_logprob=False, lora_id=None,
             return_hidden_states=False, input_embeds=None, positional_embed_overrides=None, multimodal_inputs=None,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(), req)
