@@ -41,8 +41,8 @@ MOST_LOOKUPS, MOST_WAIT = 64, 1000
 @dataclass
 class _PrefixFetch:
     """A prompt's blocks after the node `anchor`, which are looked up in the store and then read from it. They begin at
-    token `start`, and `key` holds their tokens. `host_lock` keeps the anchor in the tree; None: the anchor was
-    dropped."""
+    token `start`, and `key` holds their tokens. `cleared`: value of `runtime.cleared` when the lookup began.
+    `host_lock` keeps the anchor in the tree; None: the anchor was dropped."""
 
     req: Any
     anchor: int
@@ -51,6 +51,7 @@ class _PrefixFetch:
     hashes: list[str]
     fetch: Fetch | None
     host_lock: Any
+    cleared: int
     lookup: Lookup | None = None
 
 
@@ -259,7 +260,7 @@ class DiskCache(HostCache):
             return True
         hashes = get_storage_hash_str(key, before, page_size=p)
         lock = self.inc_host_lock_ref(node.id).to_dec_params()
-        fetched = _PrefixFetch(req, node.id, begin, key, hashes, None, lock)
+        fetched = _PrefixFetch(req, node.id, begin, key, hashes, None, lock, self.runtime.cleared)
         if self.disk.store.local:
             return self._begin(fetched, self.disk.record_sizes(_keys(hashes)))
         fetched.lookup = self.disk.lookup(_keys(hashes))
@@ -372,7 +373,7 @@ class DiskCache(HostCache):
             )
             self._apply_cache_actions(result.cache_actions)
             if result.inserted_host_node is not None:
-                self.tree_core.node_by_id(result.inserted_host_node).kvc_written = self.runtime.cleared
+                self.tree_core.node_by_id(result.inserted_host_node).kvc_written = fetched.cleared
             if self.reuse is not None:
                 self.reuse.find_again(fetched.req)
             unused = np.concatenate((intact[: result.prefix_len // p], unused))  # already in the tree

@@ -121,7 +121,9 @@ class HostTier:
         """Ids of stored blocks for records of these sizes, which the caller fills. It has checked that they fit.
 
         Saves that are queued or under way may still write these units; the caller waits for them."""
-        return self._take(self.units_of_bytes(sizes))
+        ids = self._take(self.units_of_bytes(sizes))
+        self.save_number[ids] = -1  # no save fills them
+        return ids
 
     # ---- to the device
 

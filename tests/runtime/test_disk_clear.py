@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from sglang_kvc.cache.disk_store import DiskStore
 from sglang_kvc.cache.disk_tier import DiskTier
 
 from .memory_backend import MemoryBackend
-from .model import make_runtime
+from .model import P, make_runtime
 from .test_disk_order import ask, found
 from .test_disk_store import MODEL, key_of
 from .test_disk_tier import SlowDisk, files_in, stored, written
 from .test_hanging_reads import serve as serve_kind
-from .test_stored_prompts import EVERYTHING, finish_writes, serve, tokens
+from .test_stored_prompts import EVERYTHING, finish_writes, run, serve, tokens
 
 
 @pytest.fixture
@@ -50,6 +51,34 @@ def test_nodes_in_host_memory_are_written_again_after_a_clear(tmp_path, evicted)
         assert found(server, prompt) == 4
     with serve(tmp_path, disk_size=1 << 20) as server:
         assert ask(server, prompt) == 4
+
+
+def test_blocks_that_were_read_are_written_again_after_a_clear(tmp_path):
+    """Also before the server's first save."""
+    prompt = tokens(1, 4)
+    with serve(tmp_path, disk_size=1 << 20) as server:
+        ask(server, prompt)
+    with serve(tmp_path, disk_size=1 << 20) as server:
+        assert ask(server, prompt) == 4 and not server.tree_cache.host_tier.transfers.batch
+        assert server.tree_cache.clear_storage_backend() and found(server, prompt) == 0
+        ask(server, prompt)
+        assert found(server, prompt) == 4
+
+
+def test_blocks_of_a_read_are_written_again_if_the_disk_is_cleared_before_they_arrive(tmp_path):
+    prompt = tokens(1, 4)
+    with serve(tmp_path, disk_size=1 << 20) as server:
+        ask(server, prompt)
+    with serve(tmp_path, disk_size=1 << 20) as server:
+        tree = server.tree_cache
+        server.submit([*prompt, 1], [5], None, None)
+        run(server, until=lambda: tree.fetches and tree.fetches[0].fetch.reads)
+        wait(tree.fetches[0].fetch.reads, 30)
+        assert tree.clear_storage_backend()
+        run(server)
+        assert list(server.requests.values())[-1].cached_tokens == 4 * P
+        ask(server, prompt)
+        assert found(server, prompt) == 4
 
 
 def test_backend_that_cannot_be_cleared_is_reported(tmp_path, monkeypatch, caplog):
