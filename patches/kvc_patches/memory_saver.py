@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .lookup import current
 from .registry import hook
+from .scheduler import end_loads
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 KV_CACHE, WEIGHTS = "GPU_MEMORY_TYPE_KV_CACHE", "GPU_MEMORY_TYPE_WEIGHTS"
@@ -23,7 +24,10 @@ def _runtime(recv_req, name: str):
 
 
 def around_release(original, self, recv_req):
-    """SGLang releases weights after everything else, so a flush in the same request may still read them."""
+    """SGLang releases memory only if it is idle, and weights after everything else, so a flush in the same request may
+    still read them."""
+    if self.scheduler is not None:
+        end_loads(self.scheduler)
     if (runtime := _runtime(recv_req, KV_CACHE)) is not None and self.memory_saver_adapter.enabled:
         runtime.release()
     result = original(self, recv_req)

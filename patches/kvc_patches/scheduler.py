@@ -54,13 +54,24 @@ def before_on_idle(self):
         self.tree_cache.wait_for_reads()
 
 
-def after_pause_generation(_, self, recv_req):
-    """End loads when all requests were retracted."""
-    if recv_req.mode == "retract" and (runtime := current()) is not None:
-        from sglang_kvc.adapter.decode_memory import end_loads
+def end_loads(scheduler):
+    """End loads of which no request waits for the end, or whose end a paused scheduler would not notice."""
+    if (runtime := current()) is not None:
+        from sglang_kvc.adapter import decode_memory
 
-        with self.forward_stream_ctx:
-            end_loads(runtime, self.tree_cache)
+        with scheduler.forward_stream_ctx:
+            decode_memory.end_loads(runtime, scheduler.tree_cache)
+
+
+def after_pause_generation(_, self, recv_req):
+    """All requests were retracted."""
+    if recv_req.mode == "retract":
+        end_loads(self)
+
+
+def before_flush_cache(self, empty_cache=True):
+    """The prompts of loads were aborted, or wait while the engine is paused. SGLang flushes only if it is idle."""
+    end_loads(self)
 
 
 def around_check_decode_mem(orig, self, selected_indices=None):
@@ -84,6 +95,7 @@ def register() -> None:
     hook(f"{SCHEDULER}.process_batch_result", "after", "self batch result", after_process_batch_result)
     hook(f"{SCHEDULER}.get_new_batch_prefill", "around", "self running_batch", around_get_new_batch_prefill)
     hook(f"{SCHEDULER}.on_idle", "before", "self", before_on_idle)
+    hook(f"{SCHEDULER}.flush_cache", "before", "self empty_cache", before_flush_cache)
     hook(f"{SCHEDULER}.pause_generation", "after", "self recv_req", after_pause_generation)
     hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",

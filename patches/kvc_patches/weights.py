@@ -35,7 +35,14 @@ def before_end(self, recv_req):
         runtime.weights_changed = True
 
 
+def before_check(self, recv_req):
+    """The action `reset_tensors` overwrites the weights with random numbers."""
+    if recv_req.action == "reset_tensors":
+        before_update(self, recv_req)
+
+
 UPDATES = {
+    "check_weights": before_check,
     "begin_weight_update": before_begin,
     "update_weights_from_disk": before_update,
     "update_weights_from_distributed": before_update_in_session,

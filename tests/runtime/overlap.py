@@ -136,7 +136,8 @@ class Overlap(ModelFreeScheduler):
 
     def flush(self) -> bool:
         """Call `flush_cache`; True if the server was idle."""
-        if not self.is_fully_idle():
+        hooks.before_flush_cache(self)
+        if not self.is_fully_idle(ignore_waiting=self._engine_paused):
             return False
         self.tree_cache.reset()
         self.req_to_token_pool.clear()

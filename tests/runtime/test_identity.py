@@ -363,11 +363,18 @@ def test_refused_update_changes_nothing(runtime, name, session):
     assert runtime.weights_changed
 
 
+@pytest.mark.parametrize("action", ["snapshot", "compare", "checksum", "reset_tensors"])
+def test_check_that_overwrites_weights_changes_them(runtime, action):
+    """`/weights_checker` can fill the weights with random numbers, to test an update."""
+    weights.UPDATES["check_weights"](SimpleNamespace(), SimpleNamespace(action=action))
+    assert runtime.weights_changed == (action == "reset_tensors")
+
+
 def test_every_call_that_updates_weights_is_hooked():
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
     calls = {name for name in dir(SchedulerWeightUpdaterManager) if name.startswith("update_weights")}
-    assert {*calls, "begin_weight_update"} == set(weights.UPDATES)
+    assert {*calls, "begin_weight_update", "check_weights"} == set(weights.UPDATES)
 
 
 # ---- adapters

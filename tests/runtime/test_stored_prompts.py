@@ -197,3 +197,22 @@ def test_full_host_memory_drops_no_more_than_a_save_needs(options):
         units_each = (tier.memory.num_units - free) / before
         dropped = before + 8 - tier.stored
         assert dropped * units_each <= max(0, 8 * units_each - free) + units_each
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["aborted", "paused"])
+def test_flush_does_not_fail_because_of_a_load(monkeypatch, paused):
+    """The prompt of the load was aborted, or waits while the engine is paused, which checks no load."""
+    with serve() as server:
+        tree, prompt = server.tree_cache, tokens(1, 4)
+        server.submit([*prompt, 1], [5], None, None)
+        run(server)
+        tree.evict(EVERYTHING)
+        server.submit([*prompt, 1], [5], None, None)
+        run(server, until=lambda: tree.loads)
+        monkeypatch.setattr(tree, "check_hicache_events", lambda: None)
+        monkeypatch.delattr(server.runtime.host_tier, "arrived")  # reports no load late
+        server._engine_paused = paused
+        if not paused:
+            server.abort("1")
+        assert tree.loads and server.flush() and not tree.loads
+        check_tree(server)
