@@ -27,10 +27,13 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
     # embeddings, the token ids do not determine K and V.
     overridden = req.positional_embed_overrides is not None
     req.kvc_private = (unsalted and req.session is None) or req.kvc_budget is not None or overridden
+    given = req.extra_key
     if runtime.config.store_option and req.lora_id is not None:
-        # KV events look for the id at the end.
+        # KV events of Dynamo's format look for the id at the end.
         req.extra_key = f"{_lora_digest(scheduler, req.lora_id)}@{req.extra_key}"
     req.extra_key = namespace(req.extra_key, req.kvc_level, _number(req) if unsalted or req.kvc_private else None)
+    if req.lora_id is not None and not req.kvc_private:
+        _name_adapter(scheduler, req, given)
     if req.to_finish is None:
         limit_request(req, runtime)
     # A refused prompt has one token by now, so it does not count as a turn of its session.
@@ -44,6 +47,13 @@ def longest_prompt_of(runtime: Runtime, req: Any) -> int:
     level, budget = _quality(runtime, req)
     format_id = runtime.policy.format_id_of(None if budget else level)
     return longest_prompt(runtime, longest_request(runtime, format_id, budget))
+
+
+def _name_adapter(scheduler: Any, req: Any, given: str) -> None:
+    """Let KV events find the name of the adapter, which SGLang has noted by the key `given`, by the final key, too."""
+    names = getattr(scheduler, "kv_event_lora_names", None)
+    if names is not None and (name := names.get(given)) is not None:
+        names.register(req, name)
 
 
 def _number(req: Any) -> int:

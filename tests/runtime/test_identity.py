@@ -399,6 +399,8 @@ def test_adapters_differ_by_weights_and_config():
 @pytest.mark.parametrize("disk", [False, True])
 def test_requests_of_changed_adapter_have_other_keys(monkeypatch, tmp_path, disk):
     """SGLang derives the id of an adapter of `--lora-paths` from its name and path."""
+    from sglang.srt.mem_cache.events import KvEventLoraNames
+
     from kvc_patches.requests import before_add_request_to_queue
 
     options = {"host_memory": 200_000, "disk": str(tmp_path), "disk_size": 1 << 20} if disk else {}
@@ -412,7 +414,11 @@ def test_requests_of_changed_adapter_have_other_keys(monkeypatch, tmp_path, disk
         )  # fmt: skip
         manager = SimpleNamespace(loras={"f00": adapter})
         worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
-        before_add_request_to_queue(SimpleNamespace(tp_worker=worker), req)
+        names = KvEventLoraNames()
+        if lora_id:
+            names.register(req, "the adapter")  # as SGLang does before it queues the request
+        before_add_request_to_queue(SimpleNamespace(tp_worker=worker, kv_event_lora_names=names), req)
+        assert names.get(req.extra_key) == ("the adapter" if lora_id else None)
         return req.extra_key
 
     assert key(lora()) == key(lora()) and key(lora()).endswith("f00")
