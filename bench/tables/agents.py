@@ -15,6 +15,7 @@ from .text import CARDS, lines, pictures, sha, titled, worded
 
 REPLAYED = {
     "agent_replay": "Recorded coding agents",
+    "agent_replay_limit": "Recorded coding agents with limited running requests",
     "agent_replay_options": "Recorded coding agents with more options",
     "agent_replay_bfcl": "Agents in BFCL's dialogues",
 }
@@ -24,6 +25,7 @@ row is one server with one number of agents. All servers have the same KV memory
 * *Servers.* `k4v4` with host memory is a server with `--kvc-host-memory`, and `hicache` is SGLang's hierarchical cache
   with the same host memory. A server with disk also has `--kvc-disk`. More options follow a plus sign, named as in
   `bench/agents/options.py`: `share-0.5` is `--kvc-running-share 0.5`, and `done` and `steps` are hints of the clients.
+  Before 26285e4 running requests had no limit by default (a share of 1).
 * *Within targets* says whether the 90th percentiles are at most 2 s to the first token and 25 ms per output token. The
   first table of a workload has the most agents before the first point that misses one.
 * *Cache hits* is the share of prompt tokens that come from the prefix cache. *Again* is the share that is computed a
