@@ -41,7 +41,7 @@ def serve(parse, monkeypatch):
             aborts = []
             req = SimpleNamespace(
                 sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append, session=None,
-                session_id=None, return_routed_experts=False, positional_embed_overrides=None,
+                session_id=None, return_routed_experts=False, positional_embed_overrides=None, lora_id=None,
                 to_finish=True,  # an aborted request skips the length check
             )  # fmt: skip
             refused = None
@@ -180,7 +180,7 @@ def test_session_cannot_have_budget(serve):
     aborts, req = [], ask.req
     again = SimpleNamespace(
         sampling_params=req.sampling_params, extra_key=None, set_finish_with_abort=aborts.append, session=object(),
-        return_routed_experts=False, positional_embed_overrides=None, to_finish=True,
+        return_routed_experts=False, positional_embed_overrides=None, lora_id=None, to_finish=True,
     )  # fmt: skip
     requests.before_add_request_to_queue(SimpleNamespace(), again)
     assert len(aborts) == 1 and "session" in one_sentence(aborts[0])
