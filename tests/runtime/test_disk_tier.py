@@ -173,7 +173,7 @@ def test_eviction_succeeds_when_host_memory_is_full(tmp_path):
     fetch.reads = [Future()]
     lock = tree.inc_host_lock_ref(node.id).to_dec_params()
     req = SimpleNamespace(kvc_found=P)
-    tree.fetches.append(_PrefixFetch(req, node.id, 0, BlockKey(node.key.token_ids, None), [], fetch, lock))
+    tree.fetches.append(_PrefixFetch(req, node.id, 0, BlockKey(node.key.token_ids, None), [], fetch, lock, 0))
     tier.memory.take(tier.memory.free_units)
 
     queue, calls = tree.tree_core.evictable_device_leaves, []
@@ -248,7 +248,7 @@ def test_pass_without_forward_waits_for_reads(tmp_path, monkeypatch, idle):
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", server.runtime)
     fetch = Fetch(tree.host_tier.reserve([100]), [], [], 0)
     fetch.reads = [Future()]
-    tree.fetches.append(_PrefixFetch(None, tree.root_node.id, 0, BlockKey([*range(P)], None), [], fetch, None))
+    tree.fetches.append(_PrefixFetch(None, tree.root_node.id, 0, BlockKey([*range(P)], None), [], fetch, None, 0))
     waits = []
     monkeypatch.setattr("sglang_kvc.adapter.tree_disk.wait", lambda tasks, seconds: waits.append((tasks, seconds)))
     scheduler.before_on_idle(SimpleNamespace(is_fully_idle=lambda: idle, tree_cache=tree))
