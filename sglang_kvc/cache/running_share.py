@@ -57,9 +57,6 @@ class GhostList:
             taken += 1
         return taken
 
-    def clear(self) -> None:
-        self._ghosts.clear()
-
 
 @dataclass
 class Recent:
@@ -88,7 +85,7 @@ class Recent:
         return (self.computed + STEP * self.steps) / max(1.0, self.decoded)
 
     @property
-    def again_for_step(self) -> float:
+    def again_to_steps(self) -> float:
         """Time to compute dropped tokens, relative to that of decode steps."""
         return self.again / (STEP * max(1.0, self.steps))
 
@@ -133,9 +130,9 @@ class RunningShare:
         self.recent.admit(part, computed, again)
         self.since += part
         if not self.limited:
-            if self.recent.again_for_step > 1 and self.since >= self.wait:
+            if self.recent.again_to_steps > 1 and self.since >= self.wait:
                 self.limited, self.since, self.before = True, 0.0, self.recent.work
-        elif self.recent.again_for_step < END:
+        elif self.recent.again_to_steps < END:
             self.limited, self.since, self.wait, self.pause = False, 0.0, SETTLE, PAUSE
         elif self.since > TRIAL and self.recent.work > GAIN * self.before:
             self.limited, self.since, self.wait = False, 0.0, self.pause

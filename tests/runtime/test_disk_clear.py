@@ -19,7 +19,7 @@ from .test_disk_order import ask, found
 from .test_disk_store import MODEL, key_of
 from .test_disk_tier import SlowDisk, files_in, stored, written
 from .test_hanging_reads import serve as serve_kind
-from .test_stored_prompts import EVERYTHING, finish_writes, run, serve, tokens
+from .test_stored_prompts import EVERYTHING, finish_writes, run, serve, tokens, write_files
 
 
 @pytest.fixture
@@ -56,9 +56,8 @@ def test_nodes_in_host_memory_are_written_again_after_a_clear(tmp_path, evicted)
 def test_blocks_that_were_read_are_written_again_after_a_clear(tmp_path):
     """Also before the server's first save."""
     prompt = tokens(1, 4)
-    with serve(tmp_path, disk_size=1 << 20) as server:
-        ask(server, prompt)
-    with serve(tmp_path, disk_size=1 << 20) as server:
+    write_files(tmp_path, [[*prompt, 1]])
+    with serve(tmp_path) as server:
         assert ask(server, prompt) == 4 and not server.tree_cache.host_tier.transfers.batch
         assert server.tree_cache.clear_storage_backend() and found(server, prompt) == 0
         ask(server, prompt)
@@ -67,9 +66,8 @@ def test_blocks_that_were_read_are_written_again_after_a_clear(tmp_path):
 
 def test_blocks_of_a_read_are_written_again_if_the_disk_is_cleared_before_they_arrive(tmp_path):
     prompt = tokens(1, 4)
-    with serve(tmp_path, disk_size=1 << 20) as server:
-        ask(server, prompt)
-    with serve(tmp_path, disk_size=1 << 20) as server:
+    write_files(tmp_path, [[*prompt, 1]])
+    with serve(tmp_path) as server:
         tree = server.tree_cache
         server.submit([*prompt, 1], [5], None, None)
         run(server, until=lambda: tree.fetches and tree.fetches[0].fetch.reads)

@@ -17,7 +17,7 @@ from .model import P, make_runtime
 from .overlap import Overlap, configured
 from .test_disk_order import ask
 from .test_overlap import Client
-from .test_stored_prompts import tokens
+from .test_stored_prompts import loading, tokens
 
 KV, WEIGHTS = "kv_cache", "weights"
 
@@ -166,3 +166,11 @@ def test_flush_does_not_read_released_weights(monkeypatch, tmp_path):
         assert ask(served.server, prompt) == 3 and tree.disk.store.folder == folder
         tree.disk.close()
     assert reads and not any(reads)
+
+
+def test_release_does_not_fail_because_of_a_load(monkeypatch):
+    """SGLang asserts that the server is idle."""
+    with loading(monkeypatch) as server:
+        manager = SimpleNamespace(scheduler=server, memory_saver_adapter=SimpleNamespace(enabled=False))
+        idle = memory_saver.around_release(lambda *_: server.is_fully_idle(), manager, SimpleNamespace(tags=[KV]))
+        assert idle and not server.tree_cache.loads

@@ -199,9 +199,9 @@ def test_full_host_memory_drops_no_more_than_a_save_needs(options):
         assert dropped * units_each <= max(0, 8 * units_each - free) + units_each
 
 
-@pytest.mark.parametrize("paused", [False, True], ids=["aborted", "paused"])
-def test_flush_does_not_fail_because_of_a_load(monkeypatch, paused):
-    """The prompt of the load was aborted, or waits while the engine is paused, which checks no load."""
+@contextlib.contextmanager
+def loading(monkeypatch, paused: bool = False):
+    """A server with a load whose prompt was aborted, or waits while the engine is paused, which checks no load."""
     with serve() as server:
         tree, prompt = server.tree_cache, tokens(1, 4)
         server.submit([*prompt, 1], [5], None, None)
@@ -214,5 +214,12 @@ def test_flush_does_not_fail_because_of_a_load(monkeypatch, paused):
         server._engine_paused = paused
         if not paused:
             server.abort("1")
-        assert tree.loads and server.flush() and not tree.loads
+        assert tree.loads
+        yield server
         check_tree(server)
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["aborted", "paused"])
+def test_flush_does_not_fail_because_of_a_load(monkeypatch, paused):
+    with loading(monkeypatch, paused) as server:
+        assert server.flush() and not server.tree_cache.loads
