@@ -145,7 +145,7 @@ def tiered(store, ids, tiers) -> dict[str, float]:
 
         def plan(format_id=format_id):
             return plan_thresholds_triton(
-                store, ids, starts, lengths, alpha, ops.ScoreSampling(), from_format=format_id,
+                store, ids, starts, lengths, lengths, alpha, ops.ScoreSampling(), from_format=format_id,
                 to=store.block_formats[1]
             )
 

@@ -75,8 +75,8 @@ class Replay:
     def prefill(self, i: int, prompt: int) -> torch.Tensor:
         """Log-probabilities `[V]` after the prompt of sequence `i`. A one-shot prompt may not be decoded after it."""
         seq, runtime, device = self.seqs[i], self.runtime, self.model.device
+        seq.prompt = seq.whole_prompt = prompt
         assert runtime.grow([seq], [prompt]), "the prompt does not fit"
-        seq.prompt = prompt
         runtime.step += 1
         runtime.flush()
         row, at = torch.tensor([seq.blocks], device=device), torch.arange(prompt, device=device)

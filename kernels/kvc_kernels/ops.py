@@ -28,7 +28,14 @@ from .records import reference as records_reference
 from .scores import reference as scores_reference
 from .scores.prompt_end import LastQueries, prompt_scores
 from .scores.recurrence import recurrence
-from .scores.reference import DECODE_STRIDE, STRIDES, ReferenceScores, ScoreSampling, mean_attention_scores
+from .scores.reference import (
+    DECODE_STRIDE,
+    STRIDES,
+    ReferenceScores,
+    ScoreSampling,
+    mean_attention_scores,
+    queries_of_tokens,
+)
 from .tiering import importance, thresholds
 from .tiering.apportion import (
     apportion,

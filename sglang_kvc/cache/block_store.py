@@ -15,19 +15,22 @@ import numpy as np
 
 MAGIC = b"kvcblock"
 VERSION = 1  # rises when headers, records or the arithmetic of packing change
-# magic, version, identity, key, format id, pages, start, bytes of the record; the checksum of both follows.
-_FIELDS = struct.Struct("<8sI32s32sBxxxqqq")
+# magic, version, identity, key, format id + prompt * 2^8, pages, start, bytes of the record. The checksum of header and
+# record follows.
+_FIELDS = struct.Struct("<8sI32s32sIqqq")
 CHECKSUM_BYTES = 16
 HEADER_BYTES = _FIELDS.size + CHECKSUM_BYTES
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The block's facts in a record header: storage format, pages, and position of the first token."""
+    """The block's facts in a record header: storage format, pages, position of the first token, and its record `prompt`
+    in `Blocks`, below 2^24."""
 
     format_id: int
     pages: int
     start: int
+    prompt: int = 0
 
 
 class BlockStore(Protocol):
@@ -98,7 +101,8 @@ class BlockStore(Protocol):
 
 def header(identity: bytes, key: bytes, stored: Stored, record: np.ndarray) -> bytes:
     """The header of `record`, uint8: `HEADER_BYTES` bytes."""
-    fields = _FIELDS.pack(MAGIC, VERSION, identity, key, stored.format_id, stored.pages, stored.start, record.nbytes)
+    facts = stored.format_id | stored.prompt << 8, stored.pages, stored.start
+    fields = _FIELDS.pack(MAGIC, VERSION, identity, key, *facts, record.nbytes)
     return fields + checksum(fields, record)
 
 
@@ -116,12 +120,13 @@ def parse_header(identity: bytes, key: bytes, header: bytes, record: np.ndarray)
     """The facts in the header of `record`, uint8; a text with the reason if header and record were not written for
     `key` or are damaged."""
     fields = header[: _FIELDS.size]
-    *names, format_id, pages, start, size = _FIELDS.unpack(fields)
+    *names, format_and_prompt, pages, start, size = _FIELDS.unpack(fields)
     if (*names, size) != (MAGIC, VERSION, identity, key, record.nbytes):
         return "its header belongs to another record"
     if checksum(fields, record) != header[_FIELDS.size :]:
         return "its checksum is wrong"
-    return Stored(format_id, pages, start)
+    prompt, format_id = divmod(format_and_prompt, 1 << 8)
+    return Stored(format_id, pages, start, prompt)
 
 
 def checksum(fields: bytes, record: np.ndarray) -> bytes:

@@ -33,6 +33,8 @@ class Blocks:
       compacted only at 0, so of several sharers the one with the latest window decides.
     * `generation[b]`: rises at every free, so that a late page count is not taken for one of the block's next owner.
     * `start[b]`: position in the sequence of the block's first token.
+    * `prompt[b]`: tokens of the whole prompt of the request that wrote the block, if its prefill did and attention
+      scores are collected, else 0. It says which queries of the block count.
     * `unread[b]`: no query that counts for the policy's attention scores has read block b, including those of the
       forward allocated last. Such a block is not planned.
     * `num_tokens[b]`: tokens written or about to be. The tokens of a one-shot prompt are divided among its remaining
@@ -49,6 +51,7 @@ class Blocks:
         self.window_count = np.zeros(num_blocks, dtype=np.int32)
         self.generation = np.zeros(num_blocks, dtype=np.int32)
         self.start = np.zeros(num_blocks, dtype=np.int64)
+        self.prompt = np.zeros(num_blocks, dtype=np.int64)
         self.num_tokens = np.zeros(num_blocks, dtype=np.int32)
         self.unread = np.zeros(num_blocks, dtype=bool)
         self.sequences = SequenceTable()
@@ -57,7 +60,8 @@ class Blocks:
     def reset(self) -> None:
         self.generation += 1
         for record in (
-            self.state, self.format_id, self.ref_count, self.window_count, self.start, self.num_tokens, self.unread
+            self.state, self.format_id, self.ref_count, self.window_count, self.start, self.prompt, self.num_tokens,
+            self.unread,
         ):  # fmt: skip
             record[:] = 0
         self._free = deque(b for b in range(self.num_blocks) if b != SCRATCH_BLOCK)
@@ -85,6 +89,7 @@ class Blocks:
         self.format_id[blocks] = 0
         self.unread[blocks] = False
         self.start[blocks] = starts
+        self.prompt[blocks] = 0
         return ids
 
     def give_back(self, ids: np.ndarray) -> None:

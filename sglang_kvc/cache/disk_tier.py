@@ -187,7 +187,7 @@ class DiskTier:
 
         Host memory thus never waits for a disk, and all ranks have the same room in it whatever their disks do."""
         tier, i = self.tier, write.i
-        stored = Stored(int(tier.format_id[i]), int(tier.pages[i]), int(tier.start[i]))
+        stored = Stored(*(int(facts[i]) for facts in (tier.format_id, tier.pages, tier.start, tier.prompt)))
         units = tier.units[i]
         record = tier.memory.data.numpy()[units[units >= 0]].ravel()
         if tier.generation[i] != write.generation or write.cleared != self._cleared:
@@ -269,7 +269,8 @@ class DiskTier:
             if fetch.abandoned:
                 return None
             tier.memory.data.numpy()[tier.units[i][: len(units)]] = units
-            tier.format_id[i], tier.pages[i], tier.start[i] = stored.format_id, stored.pages, stored.start
+            tier.format_id[i], tier.pages[i] = stored.format_id, stored.pages
+            tier.start[i], tier.prompt[i] = stored.start, stored.prompt
         return stored
 
     # ---- records

@@ -37,6 +37,7 @@ class HostTier:
         self.format_id = np.zeros(n, dtype=np.int8)
         self.pages = np.zeros(n, dtype=np.int64)
         self.start = np.zeros(n, dtype=np.int64)
+        self.prompt = np.zeros(n, dtype=np.int64)
         self.generation = np.zeros(n, dtype=np.int64)  # rises when a stored block is freed
         self.save_number = np.zeros(n, dtype=np.int64)  # number of the save that writes the record
         self.disk: DiskTier | None = None
@@ -86,7 +87,7 @@ class HostTier:
         records = self.runtime.blocks
         self.format_id[ids] = records.format_id[blocks]
         self.pages[ids] = self.runtime.ledger.charge[blocks]
-        self.start[ids] = records.start[blocks]
+        self.start[ids], self.prompt[ids] = records.start[blocks], records.prompt[blocks]
         widths = (self.units[ids] >= 0).sum(1)
         for k in np.unique(widths).tolist():
             same = widths == k
@@ -136,7 +137,7 @@ class HostTier:
         pages and enough block ids are free. It owns the new blocks."""
         runtime = self.runtime
         blocks = np.array(runtime.blocks.take(len(ids), self.start[ids].tolist()), dtype=np.int64)
-        runtime.blocks.format_id[blocks] = self.format_id[ids]
+        runtime.blocks.format_id[blocks], runtime.blocks.prompt[blocks] = self.format_id[ids], self.prompt[ids]
         runtime.blocks.state[blocks] = np.where(self.format_id[ids] > 0, State.PACKED, State.OPEN)
         runtime.blocks.num_tokens[blocks] = runtime.layout.block_tokens
         runtime.ledger.set(blocks, self.pages[ids])

@@ -48,6 +48,8 @@ def identity(runtime: Runtime) -> bytes:
     }
     if runtime.policy.counts_last_queries:
         parts["queries"] = "of the prompt"  # earlier servers counted the last ones of every chunk
+    if runtime.policy.collects_scores:
+        parts["means"] = "of each token"  # earlier servers divided scores by the queries after the block
     return hashlib.blake2b(canonical(parts).encode(), digest_size=32).digest()
 
 

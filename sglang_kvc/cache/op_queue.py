@@ -37,6 +37,7 @@ class Compact:
 
     starts: position of each block's first token.
     lengths: length N of the sequence whose window the block left while decoding, 0 in the prompt phase.
+    prompts: tokens of the prompt of the request that wrote the block.
     generations: generation of each block when this was queued. The block may be freed and taken again before the
         compact runs.
     groups: `[g, 2]`, number of blocks and of pages of each run of blocks that compete for pages. Empty: every block is
@@ -48,6 +49,7 @@ class Compact:
     to_format: int
     starts: np.ndarray
     lengths: np.ndarray
+    prompts: np.ndarray
     generations: np.ndarray
     groups: np.ndarray = field(default_factory=lambda: NO_GROUPS)
 

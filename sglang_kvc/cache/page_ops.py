@@ -163,10 +163,10 @@ class PageOps:
 
     def _evidence(self, op: Compact, part: slice) -> Evidence:
         n = part.stop - part.start
-        rows = np.zeros((3, n + n % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
-        rows[:, :n] = op.blocks[part], op.starts[part], op.lengths[part]
-        blocks, starts, lengths = self.store.upload(rows)[:, :n].unbind()
-        return Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
+        rows = np.zeros((4, n + n % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
+        rows[:, :n] = op.blocks[part], op.starts[part], op.lengths[part], op.prompts[part]
+        blocks, starts, lengths, prompts = self.store.upload(rows)[:, :n].unbind()
+        return Evidence(self.store, blocks, starts, lengths, prompts, op.from_format, self._sampling)
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         if not self.store.on_gpu:

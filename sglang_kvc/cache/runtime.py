@@ -146,6 +146,8 @@ class Runtime:
         for seq, new, n in zip(seqs, starts, lengths):
             if new:
                 seq.extend(ids[at : at + len(new)])
+                if self.policy.collects_scores:
+                    self.blocks.prompt[ids[at : at + len(new)]] = seq.whole_prompt
                 at += len(new)
             self._note_reads(seq, len(new), n)
             seq.fill(n)
@@ -272,8 +274,10 @@ class Runtime:
         # An exact size is credited now. Otherwise the upper bound is charged until the count comes back. A move never
         # takes more pages than it leaves, so the present charge covers a re-plan.
         self.ledger.lower(due, target.pages)
-        starts, generations = self.blocks.start[due], self.blocks.generation[due]
-        self.log.push(Compact(due, from_format, to_format, starts, lengths, generations, groups))
+        blocks = self.blocks
+        self.log.push(Compact(
+            due, from_format, to_format, blocks.start[due], lengths, blocks.prompt[due], blocks.generation[due], groups
+        ))  # fmt: skip
         self._inexact_queued |= not target.exact
         self.blocks.state[due] = State.PACKED
         self.blocks.format_id[due] = to_format

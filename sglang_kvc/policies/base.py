@@ -36,15 +36,17 @@ def with_evidence(sampling: ops.ScoreSampling | None, lag: int) -> ops.ScoreSamp
 class Evidence:
     """Inputs of a plan of n blocks at `from_format`. Tensors are computed on demand.
 
-    `blocks`, `starts` and `lengths` are int64 `[n]`: block ids, positions of their first tokens, and the length N of
-    the sequence that pushed the block out of its window while generating (0: the prompt did). `sampling` says which
-    attention scores were collected, None if none were. `calibration` holds the tensors that a policy loaded, if any.
+    `blocks`, `starts`, `lengths` and `prompts` are int64 `[n]`: block ids, positions of their first tokens, the length
+    N of the sequence that pushed the block out of its window while generating (0: the prompt did), and the tokens of
+    the prompt of the request that wrote the block. `sampling` says which attention scores were collected, None if none
+    were. `calibration` holds the tensors that a policy loaded, if any.
     """
 
     store: PageStore
     blocks: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
+    prompts: torch.Tensor
     from_format: int = 0
     sampling: ops.ScoreSampling | None = None
     calibration: Calibration | None = None
@@ -69,22 +71,26 @@ class Evidence:
     def mean_attention_scores(self) -> torch.Tensor:
         """Mean attention scores: the average probability that later queries gave each token, fp32 `[n, L, H, P]`."""
         sampling = self.sampling or ops.ScoreSampling()
-        return ops.mean_attention_scores(self.store, self.blocks, sampling.window, self.from_format, sampling.stride)
+        return ops.mean_attention_scores(
+            self.store, self.blocks, self.starts, self.prompts, sampling, self.from_format
+        )
 
     def attention_scores(self) -> torch.Tensor:
         """Attention scores, summed over queries as the policy's `ScoreSampling` says, fp32 `[n, L, H, P]`."""
         return ops.block_scores(self.store, self.blocks, self.from_format, self._places)
 
     def query_counts(self) -> torch.Tensor:
-        """Counted queries after each block, at least 1, fp32 `[n, 1, 1, 1]`."""
-        return self.store.query_counts[self.blocks].clamp(min=1).view(-1, 1, 1, 1).float()
+        """Counted queries that met each token, at least 1, fp32 `[n, 1, 1, P]`."""
+        sampling = self.sampling or ops.ScoreSampling()
+        counts = ops.queries_of_tokens(self.store, self.blocks, self.starts, self.prompts, sampling)
+        return counts.clamp(min=1)[:, None, None].float()
 
     def thresholds(self, alpha: ops.Thresholds, block_format: BlockFormat) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]` by mean attention scores against thresholds (LeanKV)."""
         sampling = self.sampling or ops.ScoreSampling()
         return ops.plan_thresholds(
-            self.store, self.blocks, self.starts, self.lengths, alpha, sampling, from_format=self.from_format,
-            to=block_format
+            self.store, self.blocks, self.starts, self.lengths, self.prompts, alpha, sampling,
+            from_format=self.from_format, to=block_format
         )
 
     def positions(self) -> torch.Tensor:

@@ -143,8 +143,9 @@ def test_keydiff_compiles_once(launched):
 def test_threshold_plan_compiles_once(launched):
     store, alpha = make_store(block_formats_of("k8v4+k4v2"), head_dim=64, has_scores=True), ops.Thresholds(1.0, 0.02)
     for n in range(1, 18):
-        blocks, starts, lengths = (torch.arange(n) for _ in range(3))
+        blocks, starts, lengths, prompts = (torch.arange(n) for _ in range(4))
         plan_thresholds_triton(
-            store, blocks, starts, lengths, alpha, ops.ScoreSampling(), from_format=1, to=store.block_formats[1]
+            store, blocks, starts, lengths, prompts, alpha, ops.ScoreSampling(), from_format=1,
+            to=store.block_formats[1],
         )
     once(launched, "thresholds_kernel")

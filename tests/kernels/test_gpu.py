@@ -49,7 +49,8 @@ def test_same_bytes_as_on_the_cpu_without_sync(has_scores):
             got = []
             if has_scores:
                 ops.count_queries(store, block_ids.view(1, 2), *lens, ops.ScoreSampling())
-                got.append(ops.mean_attention_scores(store, block_ids, None, format_id=0))
+                places = put(torch.tensor([0, 32])), put(torch.tensor([64, 64]))
+                got.append(ops.mean_attention_scores(store, block_ids, *places, ops.ScoreSampling(), format_id=0))
             got.append(ops.quota(s, 4, 32))
             ceiling = ops.block_tiers(store, block_ids, format_id=0)
             got.append(ops.threshold(s, d, 0.7, 0.3, ceiling, 16, 32, ops.block_head_pages(store, block_ids)))

@@ -108,7 +108,8 @@ class World:
         blocks = torch.tensor(blocks)
         lengths = torch.full_like(blocks, lengths)
         return Evidence(
-            self.store, self.row[blocks], blocks * P, lengths, from_format=0, sampling=self.policy.score_sampling
+            self.store, self.row[blocks], blocks * P, lengths, torch.full_like(blocks, PROMPT), from_format=0,
+            sampling=self.policy.score_sampling,
         )
 
     def tiers(self, blocks=(0, 1, 2)) -> torch.Tensor:

@@ -58,7 +58,7 @@ def check(sampling):
                 weights = p[:, i - prefix, j].double().numpy() ** sampling.power
                 scores[:, j] = np.maximum(scores[:, j], weights) if worst else scores[:, j] + weights
             for j in range(i):
-                num_queries.flat[j] += step if window is None or i // 64 > j // 64 else 0
+                num_queries.flat[j] += step if i // 64 > j // 64 or j <= i - max(1, sampling.skip) else 0
         for h in range(2):
             group = scores[3 * h : 3 * h + 3]
             rule = {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0), "worst": group.max(0)}
@@ -69,10 +69,43 @@ def check(sampling):
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-3, atol=1e-6)
     if worst:
         return  # a largest value has no mean
-    mean = ops.mean_attention_scores(
-        store, row[:2], window, stride=sampling.stride
-    ).transpose(0, 2)[:, 0].reshape(2, -1)
+    starts, prompts = torch.tensor([0, 64]), torch.tensor([prompt, prompt])
+    mean = ops.mean_attention_scores(store, row[:2], starts, prompts, sampling).transpose(0, 2)[:, 0].reshape(2, -1)
     np.testing.assert_allclose(mean, want[:, :128] / num_queries.flat[:128].clip(1), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("prompt", [1, 40, 64, 100, 150, 170])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        ops.ScoreSampling(), ops.ScoreSampling(16, decode_stride=8), ops.ScoreSampling(stride=16, decode_stride=2),
+        ops.ScoreSampling(skip=10),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mean_of_uniform_attention(sampling, prompt):
+    """If every query pays the same to each earlier token, a mean is that of these payments, wherever the prompt ends.
+    Blocks may lie in the prompt, in the answer or in both."""
+    store, row, _ = request("k4v4", has_scores=True, length=170, packed=0)
+    paid, met = np.zeros(170), np.zeros(170)
+    forwards = [(0, prompt), *((i, 1) for i in range(prompt, 170))]
+    for prefix, new in forwards:
+        end, decoding, q = prefix + new, prefix > 0, torch.zeros(new, 6, 64)
+        kw = {"scale": 0.125, "sampling": sampling}
+        if decoding:
+            ops.decode_attention(store, 0, q, row[None], torch.tensor([end]), **kw)
+        else:
+            ops.extend_attention(store, 0, q, row[None], [0], [new], prompt_lens=[prompt], **kw)
+        counted = None if decoding else torch.tensor([sampling.counted(end, new, prompt)])
+        ops.count_queries(store, row[None], torch.tensor([end]), counted, sampling)
+        step = sampling.decode_stride if decoding else sampling.stride
+        for i in range(prefix, end):
+            if (i + 1) % step == 0 and (decoding or i >= prompt - (sampling.window or prompt)):
+                paid[: max(0, i - sampling.nearest + 1)] += step / (i + 1)
+                met += step * ((np.arange(170) // 64 < i // 64) | (np.arange(170) <= i - sampling.nearest))
+    starts, prompts = torch.tensor([0, 64]), torch.tensor([prompt, prompt])
+    mean = ops.mean_attention_scores(store, row[:2], starts, prompts, sampling)
+    np.testing.assert_allclose(mean[:, 0, 0].flatten(), (paid / met.clip(1))[:128], rtol=1e-5)
 
 
 def test_packed_tokens_are_never_skipped():

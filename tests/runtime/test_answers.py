@@ -147,10 +147,12 @@ class Attended(ToyServer):
 
 
 def slow_kept(kept: np.ndarray, scores: np.ndarray, queries: list[int], pages: int, t: int) -> np.ndarray:
-    """The tokens, bool `[m, L, H, P]`, that m blocks keep of their stored tokens, chosen page by page."""
+    """The tokens, bool `[m, L, H, P]`, that m blocks keep of their stored tokens, chosen page by page. `queries[m]`:
+    queries after each block. Every query after a token counts."""
     entries = []
     for block, layer, head in np.ndindex(kept.shape[:3]):
-        worth = np.where(kept[block, layer, head], np.float32(scores[block, layer, head] / queries[block]), -np.inf)
+        met = (queries[block] + np.arange(P)[::-1]).astype(np.float32)
+        worth = np.where(kept[block, layer, head], scores[block, layer, head] / met, -np.inf)
         order = sorted(range(P), key=lambda i: (-worth[i], i))
         for j in range(0, P, t):
             entries.append((-worth[order[j]], layer, block, head, j, order[j : j + t]))

@@ -163,12 +163,12 @@ def test_queue_copies_each_entry_once():
     with mock.patch.object(op_queue.np, "concatenate", concatenate):
         for i in range(n):
             one = np.array([i])
-            log.push(Compact(one, 0, 1, one, one, one))
+            log.push(Compact(one, 0, 1, one, one, one, one))
             log.push(Release(n + one))
         ops = log.drain()
     assert [type(op) for op in ops] == [Compact, Release]
     assert ops[0].blocks.tolist() == list(range(n)) and ops[1].blocks.tolist() == list(range(n, 2 * n))
-    assert sum(copied) <= 5 * n  # three records and the ids of one operation, the ids of the other
+    assert sum(copied) <= 6 * n  # four records and the ids of one operation, the ids of the other
 
 
 def test_layout_computes_page_layouts_once():
@@ -205,7 +205,7 @@ def test_compactions_reuse_constants_of_server(monkeypatch):
     thresholds_kernel._source.cache_clear()
     for _ in range(2):
         for formats in ((0, 2), (2, 1), (1, 1)):
-            runtime.page_ops.run(Compact(one, *formats, one, one, one), step=0)
+            runtime.page_ops.run(Compact(one, *formats, one, one, one, one), step=0)
         monkeypatch.setattr(PageLayout, "_segments", mock.Mock(side_effect=AssertionError))
     plans = thresholds_kernel._source.cache_info()
     assert plans.misses == plans.hits == 2
@@ -217,7 +217,7 @@ def test_answers_of_same_length_are_planned_by_same_launches(wave, plans):
     """As many answers as fit a wave are planned together. Scores and tiers are read from the same places."""
     runtime = make_runtime(**ANSWERS)
     op = Compact(
-        np.array(runtime.take([P * i for i in range(12)])), WHOLE, ANSWER, *np.zeros((3, 12), dtype=np.int64),
+        np.array(runtime.take([P * i for i in range(12)])), WHOLE, ANSWER, *np.zeros((4, 12), dtype=np.int64),
         groups=np.array([[4, 4]] * 3),
     )  # fmt: skip
     with mock.patch.object(tiers, "token_slots", mock.Mock(wraps=tiers.token_slots)) as lookups:

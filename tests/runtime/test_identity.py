@@ -200,7 +200,7 @@ def test_block_size_dtype_and_device_count():
         ({}, "a7edcfd082caa55608e70b51601a76709f312456b0874fbb64a43e5fbdfaf087"),
         (
             {"policy": "leankv", "high": "k8v4", "low": "k4v2"},
-            "06048b6634e4955b8f6a2bd89de2ec99071b5eaa37c38e9531c630443831c4ba",
+            "f34a28d272bd672515f4cdba71ef92cb3917cdbf819828159f341c71376b0d5e",
         ),
         ({"policy": "kv-compress"}, "9c361a2c5387a3092810aa531125eeb9c3a61f6258b55aeeeecc0b13713a14ba"),
     ],

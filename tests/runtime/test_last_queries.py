@@ -11,7 +11,7 @@ from sglang_kvc.engine.attention import Attention, Snapshot
 
 from .audit import _nodes
 from .model import CONTEXT, H, L, P, Request, ToyServer, row
-from .test_stored_prompts import EVERYTHING, run, tokens
+from .test_stored_prompts import EVERYTHING, finish_writes, run, tokens
 from .test_stored_prompts import serve as live
 
 PRUNE = {"policy": "prune", "high": "k8v4", "keep": 0.4, "sinks": 0, "window": 0}
@@ -129,3 +129,30 @@ def test_stored_blocks_of_aborted_prompt_are_planned():
         values = (node.component_data[tree.component.component_type].host_value for node in _nodes(tree))
         stored = np.concatenate([tree.component.blocks_at(value) for value in values if value is not None])
         assert len(stored) >= 6 and (runtime.host_tier.format_id[stored] == 1).all()
+
+
+def test_blocks_know_the_prompt_that_wrote_them(tmp_path):
+    """Also after they were in host memory and in files. Blocks of its answer, and of policies without attention scores,
+    name no prompt."""
+    prompt, answer = [*tokens(1, 6), 1, 2, 3], tokens(2, 2)
+    scored = {**{name: value for name, value in PRUNE.items() if name != "window"}, "scorer": "snapkv", "trust": "all"}
+
+    def prompts(server) -> list[int]:
+        (deepest,) = (node for node in _nodes(server.tree_cache) if not node.children)
+        return server.runtime.blocks.prompt[server.tree_cache.path_blocks(deepest.id)].tolist()
+
+    with live(tmp_path, chunk=2 * P, **scored) as server:
+        for _ in range(2):  # computed, and loaded from host memory
+            server.submit(prompt, answer, None, None)
+            run(server)
+            assert prompts(server) == [len(prompt)] * 7 + [0]
+            finish_writes(server)
+            server.tree_cache.evict(EVERYTHING)
+    with live(tmp_path, chunk=2 * P, **scored) as server:
+        server.submit(prompt, [5], None, None)
+        run(server)
+        assert server.tree_cache.disk.store.bytes_read and prompts(server)[:6] == [len(prompt)] * 6
+    with live() as server:
+        server.submit(prompt, answer, None, None)
+        run(server)
+        assert not server.runtime.blocks.prompt.any()

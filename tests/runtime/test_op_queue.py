@@ -12,7 +12,7 @@ from sglang_kvc.cache.transfers import Loading
 
 def compact(ids, to_format, from_format=0):
     ids = np.array(ids)
-    return Compact(ids, from_format, to_format, 10 * ids, 100 * ids, 1000 * ids)
+    return Compact(ids, from_format, to_format, 10 * ids, 100 * ids, 0 * ids, 1000 * ids)
 
 
 def test_queue_keeps_order_and_merges_only_neighbors():

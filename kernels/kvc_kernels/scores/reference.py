@@ -275,18 +275,39 @@ def count_queries(
     store.query_counts.index_add_(0, row_blocks.long().flatten(), sampled.flatten().to(torch.int32))
 
 
-def mean_attention_scores(
-    store: PageStore, blocks: torch.Tensor, window: int | None = None, format_id: int | None = None, stride: int = 1
+def queries_of_tokens(
+    store: PageStore, blocks: torch.Tensor, starts: torch.Tensor, prompts: torch.Tensor, sampling: ScoreSampling
 ) -> torch.Tensor:
-    """Mean attention score of each token of full `blocks[n]`, fp32 `[n, L, H, P]` in token order.
+    """Counted queries that met each token of full `blocks[n]`, int64 `[n, P]`: those after the block, which
+    `query_counts` holds, and the later ones of the block itself, which follow from positions.
 
-    Score divided by the number of counted queries: those after the block and, if all queries count, those of the block
-    itself after the token that a prompt's `stride` samples. A known common `format_id` of all blocks avoids the read
-    on the host.
+    `starts[n]`: position of each block's first token. `prompts[n]`: tokens of the whole prompt of the request that
+    wrote the block; its decode queries begin there.
     """
     p = store.layout.block_tokens
-    num_queries = store.query_counts[blocks].view(-1, 1, 1, 1).float()
-    if window is None:
-        token_end = torch.arange(1, p + 1, device=store.device)
-        num_queries = num_queries + (p // stride - token_end // stride) * stride
+    first, prompt = starts.long().unsqueeze(1), prompts.long().unsqueeze(1)
+    later, end = first + torch.arange(p, device=first.device) + sampling.nearest, first + p
+    begin = later if sampling.window is None else torch.maximum(later, prompt - sampling.window)
+    own = _sampled(begin, torch.minimum(end, prompt), sampling.stride)
+    own += _sampled(torch.maximum(later, prompt), end, sampling.decode_stride)
+    return store.query_counts[blocks].long().unsqueeze(1) + own
+
+
+def _sampled(begin: torch.Tensor, end: torch.Tensor, stride: int) -> torch.Tensor:
+    """Number of queries at positions begin .. end - 1, counted by one in `stride`."""
+    return (end // stride - begin // stride).clamp_(min=0) * stride
+
+
+def mean_attention_scores(
+    store: PageStore,
+    blocks: torch.Tensor,
+    starts: torch.Tensor,
+    prompts: torch.Tensor,
+    sampling: ScoreSampling,
+    format_id: int | None = None,
+) -> torch.Tensor:
+    """Mean attention score of each token of full `blocks[n]`, fp32 `[n, L, H, P]` in token order: its score divided by
+    `queries_of_tokens`, or by 1 if no query met it. A known common `format_id` of all blocks avoids the read on the
+    host."""
+    num_queries = queries_of_tokens(store, blocks, starts, prompts, sampling)[:, None, None].float()
     return block_scores(store, blocks, format_id) / num_queries.clamp(min=1)

@@ -26,6 +26,7 @@ def plan_thresholds(
     blocks: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor,
+    prompts: torch.Tensor,
     alpha: Thresholds,
     sampling: ScoreSampling,
     *,
@@ -35,13 +36,13 @@ def plan_thresholds(
     """Tiers int8 `[n, L, H, P]` of `blocks[n]`, all at `from_format`, for the storage format `to`.
 
     `starts[n]`: position of each block's first token. `lengths[n]`: length N of the sequence, or 0 to measure each
-    token against its position. Reads nothing on the host.
+    token against its position. `prompts[n]`: tokens of the prompt, see `queries_of_tokens`. Reads nothing on the host.
     """
     layout = store.layout
     positions = (starts[:, None] + torch.arange(layout.block_tokens, device=starts.device)).float()
     n_tokens = lengths[:, None].float()
     return threshold(
-        mean_attention_scores(store, blocks, sampling.window, from_format, sampling.stride),
+        mean_attention_scores(store, blocks, starts, prompts, sampling, from_format),
         torch.where(n_tokens > 0, n_tokens, positions + 1),
         alpha.high,
         alpha.low,

@@ -76,12 +76,13 @@ def _pages(tiers, HIGH: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def thresholds_kernel(
-    pages, table, counts, query_counts, blocks, starts, lengths, out, alpha_high, alpha_low,
+    pages, table, counts, query_counts, blocks, starts, lengths, prompts, out, alpha_high, alpha_low,
     LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, page_bytes: tl.constexpr,
-    SOURCE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, WITHIN: tl.constexpr, CHUNK: tl.constexpr,
+    SOURCE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, WINDOW: tl.constexpr, STRIDE: tl.constexpr,
+    DECODE_STRIDE: tl.constexpr, NEAREST: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """grid (n * LH,). out int8 `[n, LH, P]`. SOURCE: `FormatClass` records of the blocks' tiers. HIGH, LOW: tokens per
-    page afterwards. WITHIN: stride of the counted queries of the block itself, 0: none.
+    page afterwards. WINDOW, STRIDE, DECODE_STRIDE, NEAREST: as in `ScoreSampling`; WINDOW 0: all queries of a prompt.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + row // LH).to(tl.int64)
@@ -106,13 +107,19 @@ def thresholds_kernel(
                 score, ceiling, t, pages, row_table, n, 2 - a, page_bytes, E, SOURCE[a][TOKENS], SOURCE[a][SCORES],
                 SOURCE[a][POSITIONS], CHUNK,
             )
-    num_queries = tl.load(query_counts + block) + tl.zeros([PP], tl.int32)
-    if WITHIN > 0:
-        num_queries += (P // WITHIN - (t + 1) // WITHIN) * WITHIN
+    start = tl.load(starts + row // LH).to(tl.int32)
+    prompt = tl.load(prompts + row // LH).to(tl.int32)
+    later, end = start + t + NEAREST, start + P
+    begin = later
+    if WINDOW > 0:
+        begin = tl.maximum(later, prompt - WINDOW)
+    num_queries = tl.load(query_counts + block)
+    num_queries += tl.maximum(tl.minimum(end, prompt) // STRIDE - begin // STRIDE, 0) * STRIDE
+    num_queries += tl.maximum(end // DECODE_STRIDE - tl.maximum(later, prompt) // DECODE_STRIDE, 0) * DECODE_STRIDE
     # IEEE divisions give the same plan on every device.
     mean = tl.div_rn(score, tl.maximum(num_queries.to(tl.float32), 1.0))
     length = tl.load(lengths + row // LH)
-    position = (tl.load(starts + row // LH) + t).to(tl.float32) + 1.0
+    position = (start + t).to(tl.float32) + 1.0
     divisor = tl.where(length > 0, length.to(tl.float32), position)
     share = tl.div_rn(tl.full([PP], 1.0, tl.float32), divisor)
     tiers = tl.where(mean >= share * alpha_low, tl.where(mean >= share * alpha_high, 2, 1), 0)
@@ -137,6 +144,7 @@ def plan_thresholds_triton(
     blocks: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor,
+    prompts: torch.Tensor,
     alpha: Thresholds,
     sampling: ScoreSampling,
     *,
@@ -148,9 +156,10 @@ def plan_thresholds_triton(
     rows, p = layout.layers * layout.heads, layout.block_tokens
     if n:
         thresholds_kernel[(n * rows,)](
-            store.pages, store.table, store.counts, store.query_counts, blocks, starts, lengths, out, float(alpha.high),
-            float(alpha.low), rows, layout.head_pages_bf16, p, triton.next_power_of_2(p), layout.page_bytes,
-            _source(layout, store.block_formats[from_format]), layout.page(to.high).tokens, layout.page(to.low).tokens,
-            sampling.stride if sampling.window is None else 0, CHUNK, num_warps=WARPS,
+            store.pages, store.table, store.counts, store.query_counts, blocks, starts, lengths, prompts, out,
+            float(alpha.high), float(alpha.low), rows, layout.head_pages_bf16, p, triton.next_power_of_2(p),
+            layout.page_bytes, _source(layout, store.block_formats[from_format]), layout.page(to.high).tokens,
+            layout.page(to.low).tokens, sampling.window or 0, sampling.stride, sampling.decode_stride, sampling.nearest,
+            CHUNK, num_warps=WARPS,
         )  # fmt: skip
     return out

@@ -245,7 +245,9 @@ def test_scores_are_column_sums_of_attention(spec, window, cap):
     queries = [range(max(a, b - (window or 999)), b) for a, b in ((0, 100), (100, 168), (168, 169), (169, 170))]
     counts = [sum(x >= 64 * (i + 1) for r in queries for x in r) for i in range(3)]
     assert store.query_counts[row].tolist() == counts
-    mean_attention_scores = ops.mean_attention_scores(store, row[:2], window).transpose(0, 2)[:, 0].reshape(2, -1)
+    places = torch.tensor([0, 64]), torch.tensor([170, 170])
+    mean = ops.mean_attention_scores(store, row[:2], *places, ops.ScoreSampling(window))
+    mean_attention_scores = mean.transpose(0, 2)[:, 0].reshape(2, -1)
     for j in (0, 5, 63, 64, 127):
         n = counts[j // 64] + (63 - j % 64 if window is None else 0)
         assert torch.allclose(mean_attention_scores[:, j].double(), scores[:, j] / max(1, n), rtol=1e-4, atol=1e-6)

@@ -182,7 +182,8 @@ def test_step_operations_do_not_sync_host(has_scores):
         tokens = (store.layout.page(FORMATS["k8v4"]).tokens, store.layout.page(FORMATS["k4v2"]).tokens)
         if has_scores:
             ops.count_queries(store, blocks.view(1, 2), torch.tensor([64]), torch.tensor([64]), ops.ScoreSampling())
-            ops.mean_attention_scores(store, blocks, None, format_id=0)
+            places = torch.tensor([0, 32]), torch.tensor([64, 64])
+            ops.mean_attention_scores(store, blocks, *places, ops.ScoreSampling(), format_id=0)
         pages = ops.block_head_pages(store, blocks)
         tiers = ops.threshold(
             mean_attention_scores, divisor, 0.7, 0.3, ops.block_tiers(store, blocks, format_id=0), *tokens, pages

@@ -38,12 +38,13 @@ def test_same_tiers_first_and_again(sampling, alpha, tokens):
     scores.exponential_(generator=gen).mul_(2)
     scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))
     cpu_store.query_counts[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
+    prompts = torch.full_like(BLOCKS, 2 * tokens + 21)  # ends in the last block
     for from_format, lengths in ((0, [0, 0, 3000]), (1, [9000, 7000, 0])):
         gpu_store = PageStore(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(cpu_store).items()})
         expected, got = (
             plan(
-                store, *(x.to(store.device) for x in (BLOCKS, BLOCKS * tokens, torch.tensor(lengths))), alpha, sampling,
-                from_format=from_format, to=store.block_formats[1],
+                store, *(x.to(store.device) for x in (BLOCKS, BLOCKS * tokens, torch.tensor(lengths), prompts)), alpha,
+                sampling, from_format=from_format, to=store.block_formats[1],
             )
             for plan, store in ((ops.plan_thresholds, cpu_store), (plan_thresholds_triton, gpu_store))
         )  # fmt: skip

@@ -26,8 +26,10 @@ def scored_store(spec, **options):
 
 
 def both(store, lengths, alpha, sampling, from_format):
-    starts = BLOCKS * store.layout.block_tokens
-    args = (store, BLOCKS, starts, torch.tensor(lengths), alpha, sampling)
+    """Blocks of a prompt that ends in the second one."""
+    p = store.layout.block_tokens
+    prompts = torch.full_like(BLOCKS, int(BLOCKS[1]) * p + 21)
+    args = (store, BLOCKS, BLOCKS * p, torch.tensor(lengths), prompts, alpha, sampling)
     plans = [
         f(*args, from_format=from_format, to=store.block_formats[-1]) for f in (plan_thresholds, plan_thresholds_triton)
     ]
@@ -41,6 +43,7 @@ CASES = [
     (Thresholds(1.0, 0.02), ops.ScoreSampling(), 32),
     (Thresholds(3.0, 0.9), ops.ScoreSampling(stride=16), 48),
     (Thresholds(3.0, 0.9), ops.ScoreSampling(window=32), 64),
+    (Thresholds(3.0, 0.9), ops.ScoreSampling(window=16, stride=4, decode_stride=2, skip=3), 48),
     (Thresholds(0.0, 0.0), ops.ScoreSampling(), 32),
     (Thresholds(0.0, 0.9), ops.ScoreSampling(), 32),
 ]
@@ -76,6 +79,7 @@ def test_no_blocks():
     store = scored_store("k8v4+k4v2")
     none = BLOCKS[:0]
     plan = plan_thresholds_triton(
-        store, none, none, none, Thresholds(1.0, 0.1), ops.ScoreSampling(), from_format=0, to=store.block_formats[1]
+        store, none, none, none, none, Thresholds(1.0, 0.1), ops.ScoreSampling(), from_format=0,
+        to=store.block_formats[1],
     )
     assert plan.shape == (0, 2, 2, 32)

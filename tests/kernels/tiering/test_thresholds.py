@@ -55,9 +55,8 @@ def test_plans_follow_algorithm_1(lengths, alpha):
         ] = torch.from_numpy(attention_scores[i])
         store.query_counts[block] = BEHIND[i]
     got = ops.plan_thresholds(
-        store, torch.tensor(BLOCKS), torch.tensor(STARTS), torch.tensor(lengths), alpha, ops.ScoreSampling(),
-        from_format=0,
-        to=store.block_formats[1],
+        store, torch.tensor(BLOCKS), torch.tensor(STARTS), torch.tensor(lengths), torch.tensor([400, 400, 400]), alpha,
+        ops.ScoreSampling(), from_format=0, to=store.block_formats[1],
     ).numpy()  # fmt: skip
     high, low = (store.layout.page(f).tokens for f in (HIGH, LOW))
     seen = set()
