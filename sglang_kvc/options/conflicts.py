@@ -36,6 +36,7 @@ def check_conflicts(args: Any, config: KvcConfig) -> None:
     check_storage(config)
     check_streaming(args)
     check_experts(config, args.enable_return_routed_experts)
+    check_paged_experts(config, args.enable_paged_experts)
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and (args.tp_size or 1) > 1 and set(BY_HEAD) & set(make_policy(config).needs):
         raise ConfigError(
@@ -218,6 +219,15 @@ def check_experts(config: KvcConfig, returned: bool) -> None:
         raise ConfigError(
             "--enable-return-routed-experts cannot be served with --kvc-host-memory, because experts are kept by slot, "
             "and blocks that come back from the host have other slots; drop one of them."
+        )
+
+
+def check_paged_experts(config: KvcConfig, paged: bool) -> None:
+    """Refuse records that are named by the few experts that happen to be on the device."""
+    if paged and config.store_option:
+        raise ConfigError(
+            f"--enable-paged-experts cannot be served with {config.store_option}, because records are named by a "
+            "digest of the weights on the device, which has only some experts; drop one of them."
         )
 
 

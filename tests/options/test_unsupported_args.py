@@ -20,6 +20,7 @@ from sglang_kvc.options.conflicts import (
     check_host_size,
     check_memory,
     check_memory_saver,
+    check_paged_experts,
     check_running_share,
     check_storage,
     host_memory_of,
@@ -311,6 +312,17 @@ def test_memory_saver_conflicts_are_rejected():
             check_memory_saver(config, True, cpu=cpu)
         sentence = one_sentence(str(e.value))
         assert "--enable-memory-saver" in sentence and named in sentence
+
+
+def test_experts_in_host_memory_cannot_name_records():
+    check_paged_experts(KvcConfig(host_memory=10**9), True)
+    check_paged_experts(KvcConfig(disk="x"), False)
+    stores = {"--kvc-disk": KvcConfig(disk="x"), "--hicache-storage-backend": KvcConfig(storage="file")}
+    for named, config in stores.items():
+        with pytest.raises(ConfigError) as e:
+            check_paged_experts(config, True)
+        sentence = one_sentence(str(e.value))
+        assert "--enable-paged-experts" in sentence and named in sentence
 
 
 def test_files_without_required_options_are_rejected(tmp_path):
