@@ -14,7 +14,7 @@ from ..cache.one_shot import WINDOW
 from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
 from ..options.model_facts import attention_layers
-from .model_identity import model_text, weights_digest
+from .model_identity import model_text, weights_of_ranks
 from .pool import KvcPool
 
 
@@ -46,7 +46,7 @@ class KvcAttnBackend(AttentionBackend):
         policy = self.runtime.policy
         layers = attention_layers(runner.model)
         check_heads(layers, self.runtime.layout.heads)
-        self.runtime.weights = lambda: weights_digest(runner.model)
+        self.runtime.weights = lambda: weights_of_ranks(runner.model)
         self.runtime.model = functools.cache(lambda: model_text(runner, pool.start_layer))
         sizes = {
             "query_heads": runner.model_config.num_attention_heads // get_parallel().attn_tp_size,

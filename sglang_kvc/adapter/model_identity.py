@@ -10,6 +10,7 @@ from typing import Any
 
 import sglang
 import torch
+import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
 from ..cache.identity import canonical
@@ -54,6 +55,17 @@ def config_fields(config: Any) -> dict[str, Any]:
     if isinstance(text, dict):
         own["text_config"] = {name: value for name, value in text.items() if name not in UNRELATED}
     return own
+
+
+def weights_of_ranks(model: torch.nn.Module) -> bytes:
+    """A digest of the weights of all tensor-parallel ranks, because the K and V of a rank depend on all of them. All
+    ranks call it at the same time."""
+    group, own = get_parallel().tp_group, weights_digest(model)
+    if group.world_size == 1:
+        return own
+    digests = [b""] * group.world_size
+    dist.all_gather_object(digests, own, group=group.cpu_group)
+    return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
 
 
 def weights_digest(model: torch.nn.Module) -> bytes:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from sglang.srt.configs.model_config import ModelConfig
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PhiConfig
@@ -17,7 +18,13 @@ from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PhiConfig
 from kvc_kernels.ops import ScoreSampling
 from kvc_patches import weights
 from sglang_kvc.adapter import model_identity
-from sglang_kvc.adapter.model_identity import OPTIONS, adapter_digest, model_text, weights_digest
+from sglang_kvc.adapter.model_identity import (
+    OPTIONS,
+    adapter_digest,
+    model_text,
+    weights_digest,
+    weights_of_ranks,
+)
 from sglang_kvc.cache.identity import NO_EFFECT, canonical, identity
 from sglang_kvc.cache.one_shot import Budget as PromptBudget
 from sglang_kvc.options.config import KvcConfig
@@ -27,6 +34,7 @@ from sglang_kvc.policies.budget import Budget
 from sglang_kvc.policies.scorers.expected_attention import ExpectedAttention
 
 from .model import P, ToyServer, make_runtime
+from .test_starved import run_ranks
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -298,6 +306,23 @@ def test_single_changed_element_changes_digest(checksums, name):
         assert weights_digest(model) != before
         flat[i] = old
     assert weights_digest(model) == before
+
+
+def _rank(rank: int, pipe, file: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    group = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
+    model_identity.get_parallel = lambda: SimpleNamespace(tp_group=group)
+    model, digests = torch.nn.Linear(2, 2), []
+    for weight in (1.0, 1.0 + rank, 1.0):  # the second weights differ on the second rank only
+        torch.nn.init.constant_(model.weight, weight)
+        torch.nn.init.zeros_(model.bias)
+        digests.append(weights_of_ranks(model))
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_weights_of_all_ranks_count(tmp_path):
+    """Hidden states are summed over the ranks, so the K and V of a rank depend on the weights of all."""
+    run_ranks(_rank, str(tmp_path / "store"))
 
 
 def test_order_shape_and_dtype_of_weights_count(checksums):
