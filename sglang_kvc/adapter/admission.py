@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResul
 from sglang.srt.runtime_context import get_schedule
 
 from ..cache.blocks import NO_BLOCKS
+from ..cache.running_share import PATIENCE
 from ..cache.runtime import Runtime
 from .decode_memory import sequences_of
 from .hit_sources import count_hits
@@ -85,7 +86,7 @@ def waits_for_running(adder: Any, runtime: Runtime, req: Any) -> bool:
 
     Decode steps stall while prompts are computed, so requests that compute much run for long, and hold memory that
     evicted sessions need when they return. A prompt whose blocks are being loaded has passed before, and one for which
-    requests were preempted takes their place."""
+    requests were preempted takes their place. A prompt that other prompts pass for long no longer waits."""
     share, running = runtime.running_share.now, adder.running_batch
     if share == 1 or getattr(req, "kvc_waits_for", None) is not None or getattr(adder, "kvc_row_for", None) is req:
         return False
@@ -98,7 +99,11 @@ def waits_for_running(adder: Any, runtime: Runtime, req: Any) -> bool:
     if budget_of(req) is None:  # `need` also has the chunks that are uncompressed at a time
         new, answer = _uncompressed(req)
         need = capacity.growth_tokens(new + answer * adder.new_token_ratio, format_id_of(runtime, req), 0)
-    return capacity.crowds(share, need, adder.tree_cache.path_blocks(req.last_node), claimed)
+    if not capacity.crowds(share, need, adder.tree_cache.path_blocks(req.last_node), claimed):
+        return False
+    admitted = runtime.running_share.admitted
+    req.kvc_crowded_since = getattr(req, "kvc_crowded_since", admitted)
+    return admitted - req.kvc_crowded_since < PATIENCE
 
 
 def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:

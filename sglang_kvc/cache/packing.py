@@ -68,7 +68,8 @@ def tokens_decoded(runtime: Runtime, seqs: list[Sequence], lengths: np.ndarray) 
     are written (int64 `[n]`). See `tokens_written`.
 
     Takes a few operations for any number of sequences, and more for each sequence whose window moves."""
-    runtime.running_share.decode(len(seqs))
+    if runtime.running_share.decode(len(seqs)):
+        runtime.capacity.forget_refusal()  # prompts that waited for running requests may fit
     table, unplanned = runtime.blocks.sequences, runtime.policy.unplanned_format
     left: dict[int, dict[int, int]] = defaultdict(dict)  # N of each block, by format
     for i in (lengths >= table.due[table.rows_of(seqs)]).nonzero()[0].tolist():

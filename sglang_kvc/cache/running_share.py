@@ -11,18 +11,21 @@ tensor-parallel ranks decide alike.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 LIMIT = 0.5  # the server's own share
 STEP = 256  # prompt tokens whose prefill takes about as long as a decode step
 END = 0.1  # the limit ends if dropped tokens take less than this share of the time of decode steps
 GAIN = 0.9  # the limit ends if the work for an output token is more than this share of the work before
-# In prompt tokens, as multiples of the tokens that the memory holds:
-SETTLE = 1.0  # before a limit begins, so that the work before it is known
-TRIAL = 8.0  # before a limit is judged
-PAUSE, MAX_PAUSE = 8.0, 64.0  # after a limit that did not help; doubled each time
+# In spans, each with as many prompt tokens as the memory holds:
+SETTLE = 3  # over which work is compared; in all of them dropped tokens take longer before a limit begins
+AGAIN = 1  # after which a limit begins again that ended because few dropped tokens were left
+TRIAL = 8  # after which a limit is judged
+PAUSE, MAX_PAUSE = 8, 64  # after a limit that did not help; doubled each time
+RENEWAL = 128  # after which a limit ends, because the work before it may be outdated
+PATIENCE = 8.0  # of other prompts, after which a prompt no longer waits for running requests
 REMEMBERED = 8.0  # in dropped blocks
 
 MAX_GHOSTS = 1 << 18
@@ -59,35 +62,31 @@ class GhostList:
 
 
 @dataclass
-class Recent:
-    """Work since start, in which earlier work counts less: it has a weight of 1/e after as many prompt tokens as the
-    memory holds.
+class Work:
+    """Work of a span.
 
-    computed: prompt tokens that were computed. again: those of them that had been dropped. steps: decode steps.
-    decoded: tokens of these steps.
+    prompts: prompt tokens, cached ones included. computed: those that were computed. again: those that were computed
+    although the cache had held them. steps: decode steps. decoded: tokens of these steps.
     """
 
-    computed: float = 0.0
-    again: float = 0.0
-    steps: float = 0.0
-    decoded: float = 0.0
+    prompts: int = 0
+    computed: int = 0
+    again: int = 0
+    steps: int = 0
+    decoded: int = 0
 
-    def admit(self, part: float, computed: int, again: int) -> None:
-        """A prompt with `part` of the tokens that the memory holds was admitted."""
-        for name in ("computed", "again", "steps", "decoded"):
-            setattr(self, name, getattr(self, name) * (1 - part))
-        self.computed += computed
-        self.again += again
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
     @property
-    def work(self) -> float:
+    def per_token(self) -> float:
         """Work for an output token, in prompt tokens."""
-        return (self.computed + STEP * self.steps) / max(1.0, self.decoded)
+        return (self.computed + STEP * self.steps) / max(1, self.decoded)
 
     @property
     def again_to_steps(self) -> float:
         """Time to compute dropped tokens, relative to that of decode steps."""
-        return self.again / (STEP * max(1.0, self.steps))
+        return self.again / (STEP * max(1, self.steps))
 
 
 @dataclass
@@ -95,17 +94,21 @@ class RunningShare:
     """Decides the share.
 
     given: the operator's share; None: the server decides.
-    since: prompt tokens since the limit began or ended, as a multiple of the tokens that the memory holds.
+    admitted: prompt tokens since start, as a multiple of the tokens that the memory holds.
+    work: that of the present span. past: that of the `SETTLE` spans before it.
+    spans: complete spans since the limit began or ended.
     """
 
     given: float | None
     ghosts: GhostList = field(default_factory=GhostList)
-    recent: Recent = field(default_factory=Recent)
+    admitted: float = 0.0
+    work: Work = field(default_factory=Work)
+    past: deque[Work] = field(default_factory=lambda: deque(maxlen=SETTLE))
     limited: bool = False
-    since: float = 0.0
-    wait: float = SETTLE  # value of `since` before which the limit does not begin
-    pause: float = PAUSE  # after the next limit that does not help
-    before: float = 0.0  # work for an output token when the limit began
+    spans: int = 0
+    wait: int = SETTLE  # spans before the limit may begin, in the last of which dropped tokens take longer
+    pause: int = PAUSE  # after the next limit that does not help
+    before: float = 0.0  # work for an output token before the limit
 
     @property
     def now(self) -> float:
@@ -118,22 +121,43 @@ class RunningShare:
         self.ghosts.limit = min(MAX_GHOSTS, int(REMEMBERED * memory))
         self.ghosts.add(blocks)
 
-    def decode(self, requests: int) -> None:
-        """A decode step of `requests` requests."""
-        self.recent.steps += 1
-        self.recent.decoded += requests
+    def decode(self, requests: int) -> bool:
+        """A decode step of `requests` requests. Returns whether the limit has ended with it: steps go on while all
+        prompts wait."""
+        self.work.steps += 1
+        self.work.decoded += requests
+        if not self.limited or (self.past[-1] + self.work).again_to_steps >= END:
+            return False
+        self._end(AGAIN)
+        self.pause = PAUSE
+        return True
 
     def admit(self, tokens: int, computed: int, again: int, memory: float) -> None:
         """A prompt of `tokens` tokens was admitted, of which `computed` are computed, and `again` of these had been
         dropped. `memory`: tokens that the memory holds."""
-        part = tokens / max(memory, tokens)
-        self.recent.admit(part, computed, again)
-        self.since += part
+        self.admitted += tokens / memory
+        self.work.prompts += tokens
+        self.work.computed += computed
+        self.work.again += again
+        if self.work.prompts >= memory:
+            self._end_span()
+
+    def _end_span(self) -> None:
+        self.spans += 1
+        self.past.append(self.work)
+        self.work = Work()
+        per_token = sum(self.past, Work()).per_token
         if not self.limited:
-            if self.recent.again_to_steps > 1 and self.since >= self.wait:
-                self.limited, self.since, self.before = True, 0.0, self.recent.work
-        elif self.recent.again_to_steps < END:
-            self.limited, self.since, self.wait, self.pause = False, 0.0, SETTLE, PAUSE
-        elif self.since > TRIAL and self.recent.work > GAIN * self.before:
-            self.limited, self.since, self.wait = False, 0.0, self.pause
+            # In several spans, because a very long prompt, or many at once, put off the decode steps of a span.
+            recent = [*self.past][-self.wait :]
+            if self.spans >= self.wait and min(span.again_to_steps for span in recent) > 1:
+                self.limited, self.spans = True, 0
+                self.before = self.before if self.wait == AGAIN else per_token
+        elif self.spans >= TRIAL and per_token > GAIN * self.before:
+            self._end(self.pause)
             self.pause = min(MAX_PAUSE, 2 * self.pause)
+        elif self.spans >= RENEWAL:
+            self._end(SETTLE)
+
+    def _end(self, wait: int) -> None:
+        self.limited, self.spans, self.wait = False, 0, wait

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_kvc.cache.running_share import STEP, GhostList, RunningShare
+from sglang_kvc.cache.running_share import RENEWAL, SETTLE, STEP, TRIAL, GhostList, RunningShare, Work
 
 from .model import P, ToyServer
 
@@ -66,12 +66,48 @@ def test_limit_holds_while_dropped_tokens_take_longer_than_decode_steps():
 
 
 def test_limit_that_does_not_help_pauses_longer_each_time():
-    """The limit begins after as many prompt tokens as the memory holds, and lasts for 8 times as many. It then pauses
-    for 8, 16, 32 and 64 times as many."""
-    shares = serve(RunningShare(None), 2200, 90, steps=0.1)
+    """The limit begins after three times as many prompt tokens as the memory holds, and lasts for 8 times as many. It
+    then pauses for 8, 16, 32 and 64 times as many."""
+    shares = serve(RunningShare(None), 2200, 90, steps=0.3)
     changes = [i for i in range(1, 2200) if shares[i - 1] != shares[i]]
     assert shares[0] == 1.0
-    assert [round((end - begin) / 10) for begin, end in pairwise([0, *changes])] == [1, 8, 8, 8, 16, 8, 32, 8, 64, 8]
+    assert [round((end - begin) / 10) for begin, end in pairwise([0, *changes])] == [3, 8, 8, 8, 16, 8, 32, 8, 64, 8]
+
+
+def test_limit_is_tried_anew_after_a_long_time():
+    """Work that was measured long ago says little."""
+    share = RunningShare(None)
+    serve(share, 30, 90, steps=0.3)
+    share.before *= 2
+    shares = serve(share, 1450, 90, steps=0.3)
+    changes = [i for i in range(1, 1400) if shares[i - 1] != shares[i]]
+    assert [(i + 1) // 10 for i in changes] == [RENEWAL, RENEWAL + SETTLE, RENEWAL + SETTLE + TRIAL]
+
+
+def test_limit_ends_while_every_prompt_waits():
+    share = RunningShare(None)
+    serve(share, 35, 90, steps=0.3)
+    ended = [share.decode(1) for _ in range(5000)]
+    assert share.now == 1 and sum(ended) == 1
+    shares = serve(share, 25, 90, steps=0.3)  # one span suffices now: the end of this one, and the next
+    assert shares.index(0.5) == 14
+
+
+@pytest.mark.parametrize("huge", [0, 500, 950, 1300])
+@pytest.mark.parametrize("burst", [1, 8, 16])
+def test_moments_without_decode_steps_begin_no_limit(huge, burst):
+    """Dropped tokens take half as long as decode steps, but a prompt as long as the memory and those that queued up
+    behind it are admitted without a step between them."""
+    share, steps = RunningShare(None), 0
+    for i in range(400):
+        if i % 100 == 50:
+            share.admit(huge, huge, 0, MEMORY)
+            steps = -burst
+        share.admit(50, 50, 32, MEMORY)
+        steps += 1
+        if steps > 0 and i % 4 == 0:
+            share.decode(10)
+        assert share.now == 1
 
 
 @pytest.mark.parametrize("given", [1.0, 0.3])
@@ -118,11 +154,11 @@ def test_prompt_counts_once_and_an_empty_one_not_at_all():
     share, root = server.runtime.running_share, server.tree.root_node.id
     prompt = {"prefix_len": 0, "extra_key": None, "cache_salt": None, "last_node": root}
     server.tree.note_admitted(SimpleNamespace(full_untruncated_fill_ids=array("q"), **prompt))
-    assert share.since == 0
+    assert share.admitted == 0
     req = SimpleNamespace(full_untruncated_fill_ids=array("q", range(P)), **prompt)
     for _ in range(2):  # the second time after a retraction
         server.tree.note_admitted(req)
-    assert share.recent.computed == P
+    assert share.work.computed == P
 
 
 def test_private_blocks_leave_no_ghosts():
@@ -139,7 +175,8 @@ def test_private_blocks_leave_no_ghosts():
 
 def test_flush_forgets_all():
     server = ToyServer(high="k4v4", window=0)
-    serve(server.runtime.running_share, 12, 90, steps=0)
+    serve(server.runtime.running_share, 35, 90, steps=0)
     assert server.runtime.running_share.now == 0.5
     server.tree.reset()
-    assert server.runtime.running_share.now == 1 and not server.runtime.running_share.recent.again
+    share = server.runtime.running_share
+    assert share.now == 1 and share.work == Work() and not share.past and not len(share.ghosts)
