@@ -270,9 +270,11 @@ class ExtendAttention:
         elif steps.prefix in ("hopper", "triton"):
             programs = self._sms * (1 if steps.prefix == "hopper" else self.tuning.programs_per_sm)
             skip_full = self._staged.skips if steps.staged else None
+            few = steps.prefix == "hopper" and steps.rows == hopper_module.FEW_ROWS
             self._plan.update(
-                *lists, rows=steps.rows, programs=programs, new_tokens=steps.new == "prefix", skip_full=skip_full
-            )
+                *lists, rows=steps.rows, programs=programs, new_tokens=steps.new == "prefix", skip_full=skip_full,
+                most_tokens=hopper_module.FEW_TOKENS if few else None,
+            )  # fmt: skip
             self._reserve()
             if steps.prefix == "hopper":
                 self._hopper.plan(self._plan, steps.rows, self._part_o, self._part_lse)

@@ -24,6 +24,7 @@ STAGES = 3  # unpacked tiles in flight
 # Registers of a thread that multiplies and of one that unpacks, by query rows; twice their sum is 512.
 REGISTERS = {256: (208, 48), 128: (168, 88)}
 FEW_ROWS = 64  # maximum query rows of `extend/cuda/few.cu`, and the rows of its partial results
+FEW_TOKENS = 1 << 15  # maximum tokens of its KV splits; it adds probabilities in fp16, which loses precision beyond
 FEW_TIERS = (32, 64)  # query rows for which it is compiled
 FEW_REGISTERS = (232, 40)  # registers of a thread that multiplies and of one that copies
 FEW_PAGE_BYTES = 40 * 1024  # maximum bytes of a page, so that four fit next to its other shared memory

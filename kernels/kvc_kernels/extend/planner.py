@@ -92,10 +92,11 @@ class ExtendPlan:
         programs: int,
         new_tokens: bool = True,
         skip_full: list[bool] | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device. `rows` of a query tile; `programs`: CTAs
         that the device runs at a time; `new_tokens`: items include the attention of new tokens to themselves.
-        `skip_full[B]`: skip full uncompressed blocks of the prefix.
+        `skip_full[B]`: skip full uncompressed blocks of the prefix. `most_tokens`: limit of a KV split; None: no limit.
         """
         store, p = self.store, self.store.layout.block_tokens
         tiles = [-(-n * self.group // rows) for n in extend_lens]
@@ -103,6 +104,8 @@ class ExtendPlan:
         # Without a prefix there is nothing to cut; else a tile sees about half of the new tokens.
         sees = [b + -(-n // (p * min(t, 2))) if new_tokens and b else b for b, n, t in zip(blocks, extend_lens, tiles)]
         size = cut_prefixes(sees, [t * store.layout.heads for t in tiles], programs, -(-START_TOKENS // p))
+        if most_tokens is not None:
+            size = min(size, most_tokens // p)
         items, merges, slots, start = [], [], 0, 0
         for r, (new, n, parts) in enumerate(zip(extend_lens, blocks, [-(-s // size) or 1 for s in sees])):
             end = new * self.group

@@ -191,13 +191,16 @@ def test_cut_prefixes_shorten_schedule(works, programs, start):
     assert end <= -(-sum((b + start * n) * t for (b, t), n in zip(works, parts)) // programs) + limit + start
 
 
+@pytest.mark.parametrize("most", [None, 64])
 @pytest.mark.parametrize("new_tokens", [True, False])
-def test_items_cover_every_token_once(new_tokens):
+def test_items_cover_every_token_once(new_tokens, most):
     store = make_case(FORMAT_LISTS["k4v4"], group=2)
     plan = ExtendPlan(store, 2, max_blocks=8)
     prefix, new = [160, 0, 32], [70, 9, 0]
-    plan.update(ROWS, prefix, new, rows=32, programs=40, new_tokens=new_tokens)
+    programs = 40 if most is None else 1
+    plan.update(ROWS, prefix, new, rows=32, programs=programs, new_tokens=new_tokens, most_tokens=most)
     items = plan.items.view(-1, 8).tolist()
+    assert most is None or max(x[5] - x[4] for x in items) == most // 32
     assert len(items) == plan.n_items and items == sorted(items, key=lambda x: x[4] - x[5])
     for r, n in enumerate(new):
         for first in range(0, 2 * n, 32):
