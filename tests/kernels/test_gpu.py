@@ -39,6 +39,7 @@ def test_same_bytes_as_on_the_cpu_without_sync(has_scores):
         block_ids, steps = put(blocks), [[put(x) for x in w] for w in writes]
         tiers, s, d = [put(x) for x in plans], put(mean_attention_scores), put(divisor)
         lens = put(torch.tensor([64])), put(torch.tensor([64]))
+        places = put(torch.tensor([0, 32])), put(torch.tensor([64, 64]))
         if store is gpu_store:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -49,7 +50,6 @@ def test_same_bytes_as_on_the_cpu_without_sync(has_scores):
             got = []
             if has_scores:
                 ops.count_queries(store, block_ids.view(1, 2), *lens, ops.ScoreSampling())
-                places = put(torch.tensor([0, 32])), put(torch.tensor([64, 64]))
                 got.append(ops.mean_attention_scores(store, block_ids, *places, ops.ScoreSampling(), format_id=0))
             got.append(ops.quota(s, 4, 32))
             ceiling = ops.block_tiers(store, block_ids, format_id=0)
