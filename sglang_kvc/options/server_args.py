@@ -286,8 +286,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         float | None,
         _option(
             "Share of the KV cache that running requests may hold when another prompt needs an eviction, like 0.5. The "
-            "prompt then waits, so that the sessions of paused agents stay cached. 1: no limit. Default: 0.5 while "
-            "prompt tokens that had been dropped take longer to compute than decode steps, and this helps; else 1."
+            "prompt then waits, so that the sessions of paused agents stay cached. 1: no limit. Default: 1, and 0.5 "
+            "while the cache is far too small for all sessions and the limit helps."
         ),
         NS("memory"),
     ] = None
