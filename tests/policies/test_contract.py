@@ -136,3 +136,13 @@ def test_example_scorer_of_docs_works(monkeypatch):
     monkeypatch.setitem(SCORERS, cls.name, cls)
     test_contract(Prune(scorer=cls.name, share="ada"))
     test_block_scope_uses_only_rows_of_block(Prune(scorer=f"{cls.name}:power=2"))
+
+
+@pytest.mark.parametrize("name, kind, cls", [
+    *((name, "scorer", cls) for name, cls in SCORERS.items()), *((name, "share", cls) for name, cls in SHARES.items())
+])  # fmt: skip
+def test_page_about_policies_has_all_settings(name, kind, cls):
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    label = f"`{name}` ({kind})" if name in SCORERS and name in SHARES else f"`{name}`"
+    settings = ", ".join(f"`{f.name}` {str(f.default).lower().removesuffix('.0')}" for f in fields(cls))
+    assert not settings or f"| {label} | {settings} |" in page

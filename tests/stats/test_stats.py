@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -256,3 +257,10 @@ def test_failing_gauges_do_not_stop_server(fake_runtime, real_gauge, monkeypatch
 def test_failing_log_line_does_not_stop_server(fake_runtime, monkeypatch):
     monkeypatch.setattr(collect, "measure", lambda runtime, detail: SimpleNamespace(log_line=broken))
     assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
+
+
+def test_page_for_operators_has_all_metrics():
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    gauges = {**metrics.GAUGES, **{f"{n}{{{row[1]}=...}}": row for n, row in metrics.LABELED_GAUGES.items()}}
+    for name, (text, *_) in gauges.items():
+        assert f"| `{name}` | {text[0].lower()}{text[1:].rstrip('.')} |" in page
