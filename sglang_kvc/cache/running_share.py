@@ -149,10 +149,11 @@ class RunningShare:
         per_token = sum(self.past, Work()).per_token
         if not self.limited:
             # In several spans, because a very long prompt, or many at once, put off the decode steps of a span.
-            recent = [*self.past][-self.wait :]
-            if self.spans >= self.wait and min(span.again_to_steps for span in recent) > 1:
+            wait = self.wait if self.spans <= PAUSE else max(self.wait, SETTLE)  # an early limit proves little by now
+            recent = [*self.past][-wait:]
+            if self.spans >= wait and min(span.again_to_steps for span in recent) > 1:
                 self.limited, self.spans = True, 0
-                self.before = self.before if self.wait == AGAIN else per_token
+                self.before = self.before if wait == AGAIN else per_token
         elif self.spans >= TRIAL and per_token > GAIN * self.before:
             self._end(self.pause)
             self.pause = min(MAX_PAUSE, 2 * self.pause)

@@ -91,6 +91,10 @@ def test_limit_ends_while_every_prompt_waits():
     assert share.now == 1 and sum(ended) == 1
     shares = serve(share, 25, 90, steps=0.3)  # one span suffices now: the end of this one, and the next
     assert shares.index(0.5) == 14
+    for _ in range(5000):
+        share.decode(1)
+    serve(share, 100, 0, steps=0.3)
+    assert serve(share, 35, 90, steps=0.3).index(0.5) >= 10 * SETTLE - 1  # after a long time without a limit
 
 
 @pytest.mark.parametrize("huge", [0, 500, 950, 1300])
