@@ -124,9 +124,13 @@ class RunningShare:
     def decode(self, requests: int) -> bool:
         """A decode step of `requests` requests. Returns whether the limit has ended with it: steps go on while all
         prompts wait."""
-        self.work.steps += 1
-        self.work.decoded += requests
-        if not self.limited or (self.past[-1] + self.work).again_to_steps >= END:
+        work = self.work
+        work.steps += 1
+        work.decoded += requests
+        if not self.limited:
+            return False
+        last = self.past[-1]
+        if last.again + work.again >= END * STEP * (last.steps + work.steps):
             return False
         self._end(AGAIN)
         self.pause = PAUSE
