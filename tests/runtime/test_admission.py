@@ -17,6 +17,7 @@ from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_
 from sglang_kvc.adapter import waiting_queue
 from sglang_kvc.adapter.request_limits import longest_request
 from sglang_kvc.cache.one_shot import Budget
+from sglang_kvc.cache.running_share import PATIENCE
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .model import P, ToyServer
@@ -133,6 +134,7 @@ def test_prompt_that_needs_eviction_waits_for_running_requests(share):
     def waits(blocks: int, running=running, **changes) -> bool:
         req = prompt(server, blocks * P, 1)
         req.kvc_waits_for = changes.get("waits_for")
+        req.kvc_crowded_since = runtime.running_share.admitted - changes.get("passed", 0)
         chosen = adder(server, running=running, ratio=0.0)
         return around_add_one_req(PrefillAdder.add_one_req, chosen, req, False, None) == AddReqResult.NO_TOKEN
 
@@ -140,6 +142,8 @@ def test_prompt_that_needs_eviction_waits_for_running_requests(share):
     assert not waits(1)  # fits in free memory
     assert not waits(10, running=None)  # nothing else runs
     assert not waits(10, waits_for=3)  # its blocks are being loaded
+    assert waits(10, passed=PATIENCE - 1) is (share == 0.1)
+    assert not waits(10, passed=PATIENCE)  # other prompts were admitted long enough
 
 
 @pytest.mark.parametrize("at_border", [False, True])
