@@ -42,7 +42,7 @@ GAUGES = {
     "host_loaded_bytes": ("Bytes copied back from the host since start.", lambda s: s.host_loaded_bytes),
     "host_loading": ("Loads from host memory under way.", lambda s: s.host_loading),
     "canceled_loads": ("Loads canceled before they began since start; they are retried.", lambda s: s.canceled_loads),
-    "transfer_seconds": ("Host time of these copies since start.", lambda s: s.transfer_ms / 1e3),
+    "transfer_seconds": ("Host time of copies to and from the host since start.", lambda s: s.transfer_ms / 1e3),
     "disk_bytes": ("Bytes of files of the disk tier.", lambda s: s.disk_bytes),
     "disk_bytes_total": ("Bytes that files may take; 0 with a storage backend.", lambda s: s.disk_bytes_total),
     "disk_blocks": ("Blocks in files; with a storage backend, those written since start.", lambda s: s.disk_blocks),

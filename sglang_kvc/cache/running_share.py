@@ -150,6 +150,8 @@ class RunningShare:
         self.spans += 1
         self.past.append(self.work)
         self.work = Work()
+        if self.given is not None:
+            return
         per_token = sum(self.past, Work()).per_token
         if not self.limited:
             # In several spans, because a very long prompt, or many at once, put off the decode steps of a span.
