@@ -74,7 +74,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("compaction", "bench.kernels.compaction", 300, TIMED),
         ("swap", "bench.kernels.swap", 120, TIMED),
         ("tests", f"pytest -q -p no:cacheprovider -n {min(16, os.cpu_count() or 1)} -m gpu tests", 900, CHECK),
-        ("served", ["pytest", "-q", "-p", "no:cacheprovider", "tests/server", "-m", "not cpu_only"], 580, CHECK),
+        ("served", "pytest -q -p no:cacheprovider tests/server", 580, CHECK),
         ("kits", "bench.serve.kits --format k4v4,leankv,quota", 580, CHECK),
         ("windows", windows, 500, CHECK),
         ("devices", "bench.serve.devices --against bench/results/serve/devices_cpu.json.gz", 500, CHECK),

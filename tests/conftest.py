@@ -76,10 +76,13 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark interpreter tests, and run long tests first, so that no worker waits for them at the end."""
+    """Mark interpreter tests, skip tests that no GPU can run, and run long tests first, so that no worker waits for
+    them at the end."""
     for item in items:
         if needs_interpreter(item.path):
             item.add_marker(pytest.mark.interpreter)
+        if item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"))
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("server", "slow")))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from .conftest import FailuresAtOnce, pytest_configure, seed_generators
+from .conftest import FailuresAtOnce, pytest_collection_modifyitems, pytest_configure, seed_generators
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +44,15 @@ def test_failure_is_printed_when_it_happens(capsys):
     report = SimpleNamespace(failed=True, nodeid="tests/x.py::test_a", longreprtext="E  assert 1 == 2")
     FailuresAtOnce().pytest_runtest_logreport(report)
     assert capsys.readouterr().out == "\ntests/x.py::test_a\nE  assert 1 == 2\n"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("gpu", [True, False])
+def test_what_only_a_cpu_can_run_is_skipped_beside_a_gpu(gpu, request, monkeypatch):
+    added = []
+    item = SimpleNamespace(
+        path=request.path, get_closest_marker=request.node.get_closest_marker, add_marker=added.append
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    pytest_collection_modifyitems([item])
+    assert [mark.args[0] for mark in added if mark.name == "skipif"] == [gpu]
