@@ -17,6 +17,7 @@ REPLAYED = {
     "agent_replay": "Recorded coding agents",
     "agent_replay_limit": "Recorded coding agents with limited running requests",
     "agent_replay_options": "Recorded coding agents with more options",
+    "agent_replay_host": "Recorded coding agents with more host memory",
     "agent_replay_bfcl": "Agents in BFCL's dialogues",
 }
 LEGEND = """Agents run in a closed loop: an agent sends its next step when it has its answer and a pause is over. Each
